@@ -1,0 +1,47 @@
+"""`elastictrain config`: check a job.toml, show it resolved, print its schema."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import tomli_w
+import typer
+
+from elastictrain.cli.options import JobArgument, SetOption
+from elastictrain.config import JobConfig, load_job
+
+app = typer.Typer(no_args_is_help=True, help="Check a job.toml, show it resolved, print its schema.")
+
+
+@app.command()
+def check(job: JobArgument, overrides: SetOption = None) -> None:
+    """Check that a job.toml is valid. Says what is wrong, and where; exit code 78 if anything is."""
+    loaded = load_job(job, overrides or [])
+    typer.echo(f"{loaded.path}: ok")
+
+
+@app.command()
+def show(
+    job: JobArgument,
+    overrides: SetOption = None,
+    changed: Annotated[bool, typer.Option("--changed", help="Only what differs from the defaults.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Show a job with all defaults and overrides applied, as a job.toml that would give the same run."""
+    config = load_job(job, overrides or []).config
+    plain = _without_none(config.model_dump(mode="json", exclude_defaults=changed))
+    typer.echo(json.dumps(plain, indent=2) if as_json else tomli_w.dumps(plain), nl=as_json)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of job.toml: every key, its type, default and meaning."""
+    typer.echo(json.dumps(JobConfig.model_json_schema(), indent=2))
+
+
+def _without_none(value: Any) -> Any:
+    """TOML has no null: a key that is unset is left out."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value

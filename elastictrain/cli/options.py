@@ -1,0 +1,32 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def _complete_job(incomplete: str) -> list[str]:
+    from elastictrain.config.load import example_jobs
+
+    return [name for name in example_jobs() if name.startswith(incomplete)]
+
+
+JobArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB",
+        help="A job.toml, its folder, or an example by name (stdlib-lm, digits).",
+        autocompletion=_complete_job,
+    ),
+]
+
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a key of job.toml, such as train.max_steps=200. Repeatable; the last one wins.",
+    ),
+]

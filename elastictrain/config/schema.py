@@ -1,0 +1,242 @@
+"""The schema of job.toml. The docstring under each field is its documentation, also in `config schema`."""
+
+from __future__ import annotations
+
+import math
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from elastictrain.core.window import EpochTail
+
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A table of job.toml: unknown keys are refused, values cannot change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class TrainConfig(Section):
+    """How long to train, on how much at once, in which precision."""
+
+    max_steps: PositiveInt | None = None
+    """Optimizer steps (windows consumed) after which the run is complete."""
+    max_epochs: PositiveInt | None = None
+    """Epochs after which the run is complete; give this or max_steps, or both (the first reached ends the run)."""
+    micro_batch_size: PositiveInt
+    """Samples per forward and backward pass on one rank: as many as fit in memory."""
+    global_batch_size: PositiveInt | None = None
+    """Samples per optimizer step over all ranks; a multiple of micro_batch_size. Independent of the world size."""
+    accumulation_steps: PositiveInt | None = None
+    """Instead of global_batch_size: microbatches per rank and step. The global batch this makes at the first start
+    (micro_batch_size × accumulation_steps × ranks) is kept ever after, whatever the world size becomes."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Compute precision of forward passes (autocast); parameters and optimizer state stay fp32."""
+    tf32: bool = False
+    """Allow TensorFloat-32 in fp32 matrix products and convolutions on CUDA."""
+    clip_norm: PositiveFloat | None = None
+    """Clip the whole window's gradient to this 2-norm, after unscaling."""
+    check_gradients: bool = True
+    """Skip (and count) an update whose gradient is not finite. fp16 always does. Uses the norm that clipping knows;
+    without clipping it computes it."""
+    max_consecutive_skips: NonNegativeInt = 10
+    """Skipped updates in a row that are borne; one more halts the run with the scale history."""
+    deterministic: bool = False
+    """Use deterministic kernels only (torch.use_deterministic_algorithms): bitwise repeatable also on CUDA."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        if self.max_steps is None and self.max_epochs is None:
+            raise ValueError("needs max_steps or max_epochs")
+        if self.global_batch_size is not None and self.accumulation_steps is not None:
+            raise ValueError("takes global_batch_size or accumulation_steps, not both: the second follows the first")
+        return self
+
+
+class ModelConfig(Section):
+    """What is done to the task's model before training."""
+
+    compile: bool = False
+    """torch.compile the model."""
+    compile_backend: str = "inductor"
+    """Backend of torch.compile."""
+    activation_checkpointing: tuple[str, ...] = ()
+    """Modules whose activations are recomputed in the backward pass, by name pattern, such as ["blocks.*"]."""
+    channels_last: bool = False
+    """Keep 4-d parameters and inputs in channels_last memory format (convolutions on CUDA)."""
+    sync_batchnorm: bool = False
+    """Replace BatchNorm by SyncBatchNorm: statistics over all ranks' microbatches. CUDA only, as torch has it."""
+    ema_decay: Fraction | None = None
+    """Keep an exponential moving average of the weights with this decay, updated after each applied step."""
+
+
+class OptimizerConfig(Section):
+    """The optimizer where the task does not make its own. Unset values are those of torch.optim."""
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    """Which optimizer."""
+    lr: PositiveFloat = 1e-3
+    """Learning rate."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Weight decay; decoupled for adamw."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Adam's decay rates of the first and second moment."""
+    eps: PositiveFloat = 1e-8
+    """Adam's term against division by zero."""
+    momentum: Fraction = 0.0
+    """SGD's momentum."""
+    nesterov: bool = False
+    """SGD with Nesterov momentum."""
+    implementation: Literal["auto", "fused", "foreach", "for-loop"] = "auto"
+    """Which of torch's implementations; auto takes fused where the device has it. A fused optimizer can leave out an
+    update on the device itself, so that skipping costs no synchronisation."""
+
+
+class ScalerConfig(Section):
+    """Loss scaling, used with precision = "fp16" only (torch.amp.GradScaler)."""
+
+    init_scale: PositiveFloat = 65536.0
+    """Scale at the start."""
+    growth_factor: Annotated[float, Field(gt=1)] = 2.0
+    """Factor after growth_interval applied updates in a row."""
+    backoff_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Factor after a skipped update."""
+    growth_interval: PositiveInt = 2000
+    """Applied updates in a row before the scale grows."""
+
+
+class DdpConfig(Section):
+    """Options of DistributedDataParallel, as torch has them."""
+
+    find_unused_parameters: bool = False
+    """Needed only by models in which some parameters get no gradient in some steps; costs a graph traversal."""
+    gradient_as_bucket_view: bool = True
+    """Gradients are views of the reduction buckets: saves one copy of the gradient."""
+    static_graph: bool = False
+    """The model uses the same parameters in the same order in every step."""
+    bucket_cap_mb: PositiveInt = 25
+    """Size of a reduction bucket in MiB."""
+
+
+class DataConfig(Section):
+    """How samples are read."""
+
+    shuffle: bool = True
+    """Visit each epoch's samples in a keyed random order; false keeps the dataset's own."""
+    epoch_tail: EpochTail = EpochTail.CONTINUE
+    """At an epoch's end: continue (windows run on), partial (a short, exactly weighted window), or drop."""
+    num_workers: NonNegativeInt = 0
+    """Loader processes per rank; 0 reads in the training process."""
+    prefetch_batches: PositiveInt = 4
+    """Microbatches each loader process keeps ready."""
+    pin_memory: bool = True
+    """Read into page-locked memory and copy beside the computation (CUDA only)."""
+    seed_samples: bool = True
+    """Seed the generators (torch, random, numpy) before every dataset[i], from (seed, epoch, i). Off saves about
+    ten microseconds a sample where dataset[i] draws no random numbers."""
+
+
+class EvalConfig(Section):
+    """When and how to evaluate, if the task has eval_data."""
+
+    every_steps: PositiveInt | None = None
+    """Evaluate after every so many steps."""
+    every_epochs: PositiveInt | None = None
+    """Evaluate after every so many epochs."""
+    at_end: bool = True
+    """Evaluate when training is complete."""
+    micro_batch_size: PositiveInt | None = None
+    """Samples per evaluation pass; default: train.micro_batch_size."""
+    use_ema: bool = True
+    """Evaluate the averaged weights where model.ema_decay is set."""
+
+
+class ElasticConfig(Section):
+    """Processes and how they talk."""
+
+    nproc_per_node: PositiveInt = 1
+    """Ranks on this node: one per GPU, or as many as you like on CPUs."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes CUDA where torch sees a device for every local rank."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Collectives: auto takes nccl on CUDA, gloo on CPU."""
+    threads_per_rank: PositiveInt | None = None
+    """Intra-op threads of a rank; default: the node's cores shared out evenly, at least 1."""
+    process_group_timeout_s: PositiveFloat = 600.0
+    """A collective that takes longer fails."""
+
+
+class MetricsConfig(Section):
+    """What is written about the run. metrics.jsonl is always written."""
+
+    every_steps: PositiveInt = 10
+    """Steps between two reports. Every step has its line in metrics.jsonl; ranks exchange them once per report."""
+    tensorboard: bool = True
+    """Also write TensorBoard event files, where tensorboard is installed."""
+
+
+class JobConfig(Section):
+    """One training run."""
+
+    name: str
+    """Name of the job; default: the folder's name, for a file called job.toml, else the file's."""
+    task: str
+    """The task: "package.module:Class". The folder of job.toml is on the module path."""
+    seed: NonNegativeInt = 0
+    """Everything random in the run follows from this."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the task's constructor as keyword arguments."""
+    train: TrainConfig
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    scaler: ScalerConfig = ScalerConfig()
+    ddp: DdpConfig = DdpConfig()
+    data: DataConfig = DataConfig()
+    eval: EvalConfig = EvalConfig()
+    elastic: ElasticConfig = ElasticConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if not name or PurePosixPath(name).name != name or name.startswith(".") or any(c.isspace() for c in name):
+            raise ValueError("must be usable as a folder name: no slash, no space, no leading dot")
+        return name
+
+    @field_validator("task")
+    @classmethod
+    def _check_task(cls, task: str) -> str:
+        module, colon, attribute = task.partition(":")
+        parts = [*module.split("."), attribute]
+        if not colon or not all(part.isidentifier() for part in parts):
+            raise ValueError('must be "package.module:Class", such as "my_pkg.train:MyTask"')
+        return task
+
+    @field_validator("seed")
+    @classmethod
+    def _check_seed(cls, seed: int) -> int:
+        if seed >= 1 << 64:
+            raise ValueError("must fit in 64 bits")
+        return seed
+
+    @field_validator("params")
+    @classmethod
+    def _check_params(cls, params: dict[str, Any]) -> dict[str, Any]:
+        for key, value in params.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{key} is not a finite number")
+            if not key.isidentifier():
+                raise ValueError(f"{key!r} cannot be a keyword argument")
+        return params

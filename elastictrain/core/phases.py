@@ -1,0 +1,63 @@
+"""The phases of a rank, as a table.
+
+What a loop is doing at a moment is one of these. The table says which may follow which; a loop that does
+something else gets an `IllegalTransitionError` and its phase stays as it was. After `REDUCE` and until the step is
+committed the rank is *in update*: its weights may be half changed, so no snapshot can be taken. Everywhere else,
+also while it waits in a collective, its weights are those of the last committed step.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from elastictrain.errors import IllegalTransitionError
+
+
+class Phase(IntEnum):
+    """The numbers are written into heartbeat records: never renumber them."""
+
+    INIT = 0
+    """Before the first step: imports, process group, model, data."""
+    READY = 1
+    """Between two steps."""
+    DATA = 2
+    """Waiting for the window's microbatches."""
+    FORWARD = 3
+    BACKWARD = 4
+    REDUCE = 5
+    """Gradients are complete on this rank and wait for the others'."""
+    OPTIMIZER = 6
+    """Unscale, clip, step."""
+    COMMIT = 7
+    """The counters move."""
+    EVAL = 8
+    SNAPSHOT = 9
+    EXIT = 10
+    """After the last step: closing files, leaving the process group."""
+
+
+TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    Phase.INIT: frozenset({Phase.READY, Phase.EXIT}),
+    Phase.READY: frozenset({Phase.DATA, Phase.EVAL, Phase.SNAPSHOT, Phase.EXIT}),
+    Phase.DATA: frozenset({Phase.FORWARD, Phase.REDUCE, Phase.READY, Phase.EXIT}),
+    Phase.FORWARD: frozenset({Phase.BACKWARD, Phase.EXIT}),
+    Phase.BACKWARD: frozenset({Phase.FORWARD, Phase.REDUCE, Phase.OPTIMIZER, Phase.DATA, Phase.EXIT}),
+    Phase.REDUCE: frozenset({Phase.OPTIMIZER, Phase.EXIT}),
+    Phase.OPTIMIZER: frozenset({Phase.COMMIT, Phase.EXIT}),
+    Phase.COMMIT: frozenset({Phase.READY, Phase.EXIT}),
+    Phase.EVAL: frozenset({Phase.READY, Phase.EXIT}),
+    Phase.SNAPSHOT: frozenset({Phase.READY, Phase.EXIT}),
+    Phase.EXIT: frozenset(),
+}
+
+IN_UPDATE: frozenset[Phase] = frozenset({Phase.OPTIMIZER, Phase.COMMIT})
+
+
+def check_transition(current: Phase, target: Phase) -> None:
+    """Raises IllegalTransitionError unless `target` may follow `current`."""
+    if target not in TRANSITIONS[current]:
+        allowed = ", ".join(sorted(p.name.lower() for p in TRANSITIONS[current])) or "nothing"
+        raise IllegalTransitionError(
+            f"phase {target.name.lower()} cannot follow {current.name.lower()}",
+            f"After {current.name.lower()} comes: {allowed}. See docs/session.md.",
+        )

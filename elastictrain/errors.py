@@ -1,0 +1,113 @@
+"""Every error a user can meet, in one tree, each class with its exit code.
+
+An error says what was wrong, where, and what to do. `str(error)` is the whole message: the command line
+prints it without a traceback. Codes follow sysexits(3) where one fits; 79 and above are our own.
+This module imports nothing, so that every layer may raise from it.
+"""
+
+from __future__ import annotations
+
+
+class ElasticTrainError(Exception):
+    """Something went wrong that we can explain.
+
+    Args:
+        what: one sentence: what was wrong, and where (file, key, rank, step).
+        hint: what the reader can do about it; empty if there is nothing to say.
+    """
+
+    exit_code = 70  # EX_SOFTWARE
+
+    def __init__(self, what: str, hint: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.what}\n{self.hint}" if self.hint else self.what
+
+
+class UsageError(ElasticTrainError):
+    """The command line was wrong."""
+
+    exit_code = 64  # EX_USAGE
+
+
+class ConfigError(ElasticTrainError):
+    """job.toml, or a `--set`, holds something we cannot work with."""
+
+    exit_code = 78  # EX_CONFIG
+
+
+class TaskError(ElasticTrainError):
+    """The user's task cannot be imported, or does not keep the contract of `docs/task.md`."""
+
+    exit_code = 78  # EX_CONFIG: restarting does not help, editing does
+
+
+class DataError(ElasticTrainError):
+    """The dataset failed at a sample, or cannot be used at all."""
+
+    exit_code = 65  # EX_DATAERR
+
+
+class MissingInputError(ElasticTrainError):
+    """A file or a job that was named does not exist."""
+
+    exit_code = 66  # EX_NOINPUT
+
+
+class StateDirError(ElasticTrainError):
+    """The state directory cannot be created, written, or belongs to another run."""
+
+    exit_code = 73  # EX_CANTCREAT
+
+
+class BusyError(ElasticTrainError):
+    """Another process holds what we need."""
+
+    exit_code = 75  # EX_TEMPFAIL
+
+
+class ReplicaMismatchError(ElasticTrainError):
+    """Ranks that must hold the same thing do not."""
+
+    exit_code = 70  # EX_SOFTWARE
+
+
+class HaltError(ElasticTrainError):
+    """The run was stopped on purpose: going on would do harm or lead nowhere. State is kept."""
+
+    exit_code = 79
+
+
+class WorkerFailedError(ElasticTrainError):
+    """A rank died for a reason that is not one of ours: an exception in user code, a signal."""
+
+    exit_code = 70  # EX_SOFTWARE
+
+
+class IllegalTransitionError(ElasticTrainError):
+    """A phase or state change that the table does not know. Always a defect in the calling loop."""
+
+    exit_code = 70  # EX_SOFTWARE
+
+
+BY_NAME: dict[str, type[ElasticTrainError]] = {
+    cls.__name__: cls
+    for cls in (
+        ElasticTrainError,
+        UsageError,
+        ConfigError,
+        TaskError,
+        DataError,
+        MissingInputError,
+        StateDirError,
+        BusyError,
+        ReplicaMismatchError,
+        HaltError,
+        WorkerFailedError,
+        IllegalTransitionError,
+    )
+}
+"""For reports that cross a process boundary: class name to class."""

@@ -1,0 +1,1 @@
+"""A small convolutional network on scikit-learn's digits."""

@@ -1,0 +1,1 @@
+"""A byte-level GPT on the source of the Python standard library."""

@@ -1,0 +1,189 @@
+"""What processes of one job share, written down in one place: files, environment, the stop board, reports.
+
+    cli (or supervisor)  →  agent  →  workers
+
+The parent lays out an *incarnation folder* under the state directory and starts the agent on it. The agent gives
+every worker the folder's path. Everything in it has one writer:
+
+    runs/0001/spec.json         the resolved job and what the parent decided      parent, before the start
+    runs/0001/board             the stop board (below)                            rank zero; any rank may ask
+    runs/0001/error-<rank>.json why a rank ended, where we can explain it         that rank, atomically
+    runs/0001/outcome.json      how the incarnation ended                         rank zero, atomically
+    runs/0001/logs/             the agent's own folder                            agent
+
+Events travel on the workers' standard error as JSON lines with an `event` key; whatever else appears there, or on
+standard output, is the user's own print.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from elastictrain.errors import BY_NAME, ElasticTrainError, WorkerFailedError
+
+SPEC_FILE = "spec.json"
+BOARD_FILE = "board"
+OUTCOME_FILE = "outcome.json"
+LOG_DIR = "logs"
+METRICS_FILE = "metrics.jsonl"
+IDENTITY_FILE = "job.json"
+RUNS_DIR = "runs"
+LOCK_FILE = "lock"
+
+ENV_RUN_DIR = "ELASTICTRAIN_RUN_DIR"
+"""Path of the incarnation folder; the agent sets it for every worker."""
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replaces `path` by `data`, durably: a reader, or a crash at any moment, sees the old content or the new.
+
+    Temporary file in the same folder, fsync, rename, fsync of the folder.
+    """
+    fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(temporary).unlink()
+        raise
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_atomically` of `value` as indented JSON."""
+    write_atomically(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """What the parent hands to the workers of one incarnation.
+
+    Args:
+        incarnation: number of this life of the worker group, from 1, never reused within a state directory.
+        state_dir: the job's state directory, absolute.
+        job_dir: folder of job.toml, put first on the module path; None for an example that ships in the package.
+        config: the resolved job, as plain data.
+        kept_global_batch_size: what an earlier start fixed from `accumulation_steps`; None at the first start.
+    """
+
+    incarnation: int
+    state_dir: str
+    job_dir: str | None
+    config: dict[str, Any]
+    kept_global_batch_size: int | None
+
+    def write(self, run_dir: Path) -> None:
+        write_json(run_dir / SPEC_FILE, asdict(self))
+
+    @classmethod
+    def read(cls, run_dir: Path) -> RunSpec:
+        return cls(**json.loads((run_dir / SPEC_FILE).read_text()))
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReport:
+    """Why a rank ended.
+
+    Args:
+        rank: the rank that ended.
+        kind: class name, one of ours where we can explain it, else that of the exception.
+        what: what was wrong, and where.
+        hint: what to do.
+        exit_code: the rank's exit code.
+        step: global step it was at.
+        secondary: True where the cause is that another rank failed first.
+        traceback: of the user's code, empty for mistakes that need none.
+    """
+
+    rank: int
+    kind: str
+    what: str
+    hint: str
+    exit_code: int
+    step: int
+    secondary: bool = False
+    traceback: str = ""
+
+    def write(self, run_dir: Path) -> None:
+        write_json(run_dir / f"error-{self.rank}.json", asdict(self))
+
+    def as_error(self) -> ElasticTrainError:
+        """The exception to raise on the reader's side; same class and exit code as on the rank."""
+        cls = BY_NAME.get(self.kind, WorkerFailedError)
+        return cls(f"rank {self.rank}, step {self.step}: {self.what}", self.hint)
+
+
+def read_error_reports(run_dir: Path) -> list[ErrorReport]:
+    """All reports of an incarnation: first causes before consequences, then by rank."""
+    reports = []
+    for path in run_dir.glob("error-*.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            reports.append(ErrorReport(**json.loads(path.read_text())))
+    return sorted(reports, key=lambda report: (report.secondary, report.rank))
+
+
+class StopBoard:
+    """How the ranks of one node agree, without a message, after which step to stop.
+
+    Two 64-bit words in a shared mapping: *asked*, set by any rank that was told to stop, and *after*, one more than
+    the global step after which all stop. Only rank zero writes *after*, before it enters its window's reduction; the
+    others read it once their own reduction is over. A reduction ends on no rank before every rank has entered it, so
+    all see the same value at the end of the same step.
+    """
+
+    SIZE_BYTES = 16
+
+    def __init__(self, path: Path | None) -> None:
+        if path is None:
+            self._map: mmap.mmap | None = None
+            self._words = memoryview(bytearray(self.SIZE_BYTES)).cast("q")
+        else:
+            with path.open("r+b") as file:
+                self._map = mmap.mmap(file.fileno(), self.SIZE_BYTES)
+            self._words = memoryview(self._map).cast("q")
+
+    @classmethod
+    def create(cls, path: Path) -> None:
+        path.write_bytes(bytes(cls.SIZE_BYTES))
+
+    @classmethod
+    def from_environment(cls) -> StopBoard:
+        """The board of the incarnation this process belongs to; outside of one, a board of this process alone."""
+        run_dir = os.environ.get(ENV_RUN_DIR)
+        return cls(Path(run_dir) / BOARD_FILE if run_dir else None)
+
+    def ask(self) -> None:
+        self._words[0] = 1
+
+    @property
+    def asked(self) -> bool:
+        return self._words[0] != 0
+
+    def stop_after(self, step: int) -> None:
+        self._words[1] = step + 1
+
+    @property
+    def last_step(self) -> int | None:
+        """The step after which to stop, or None."""
+        word = self._words[1]
+        return word - 1 if word else None
+
+    def close(self) -> None:
+        self._words.release()
+        if self._map is not None:
+            self._map.close()

@@ -1,0 +1,159 @@
+"""Evaluation: every sample once, none padded, weighted exactly, the training trajectory untouched.
+
+Batches are cut by `micro_batch_size` and dealt to the ranks, so a batch holds the same samples at any world size. No
+collective runs inside a batch; sums of totals and weights are reduced once, in float64, at the end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastictrain.core.seeds import Stream, derive
+from elastictrain.core.window import split
+from elastictrain.errors import TaskError
+from elastictrain.training.data import FetchFailed, SeededReader, batches, to_device
+from elastictrain.training.device import Place
+from elastictrain.training.ema import Ema
+from elastictrain.training.losses import split_loss
+from elastictrain.training.precision import Precision
+from elastictrain.training.randomness import Generators
+from elastictrain.training.replica import Replica
+from elastictrain.training.task import BoundTask
+
+
+class Evaluator:
+    """Evaluates a task's model on one dataset.
+
+    Args:
+        name: of the dataset, the prefix of its values.
+        dataset: map-style.
+        task: whose `metrics`, or loss, are computed.
+        micro_batch_size: samples per pass.
+        seed: the run's seed: an evaluation that draws random numbers draws the same ones every time.
+        channels_last: memory format of 4-d inputs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dataset: Any,
+        task: BoundTask,
+        *,
+        place: Place,
+        precision: Precision,
+        micro_batch_size: int,
+        seed: int,
+        channels_last: bool = False,
+    ) -> None:
+        self.name = name
+        self._task = task
+        self._place = place
+        self._precision = precision
+        self._seed = seed
+        self._channels_last = channels_last
+        self._generators = Generators(place.device)
+        self._reader = SeededReader(dataset, seed=seed, stream=Stream.EVAL_SAMPLE, shuffle=False, seed_samples=True)
+        length = len(dataset)
+        num_batches = -(-length // micro_batch_size)
+        self._first, last = split(num_batches, place.rank, place.world_size)
+        self._spans = [
+            (i * micro_batch_size, min((i + 1) * micro_batch_size, length)) for i in range(self._first, last)
+        ]
+
+    def run(self, replica: Replica, ema: Ema | None) -> dict[str, float]:
+        """Evaluates; collective: every rank must call it.
+
+        Args:
+            replica: the model.
+            ema: evaluate these averages instead of the weights.
+
+        Returns:
+            `{"<dataset>/<name>": value}`, the same on every rank.
+        """
+        totals: dict[str, Tensor] = {}
+        with ExitStack() as stack:
+            stack.enter_context(self._generators.kept())
+            if ema is not None:
+                stack.enter_context(ema.swapped_in())
+            model = stack.enter_context(replica.evaluating())
+            stack.enter_context(torch.no_grad())
+            stream = batches(
+                self._reader,
+                self._task.collate,
+                self._spans,
+                num_workers=0,
+                prefetch_batches=1,
+                pin_memory=False,
+            )
+            for number, (span, batch) in enumerate(zip(self._spans, stream, strict=True), start=self._first):
+                if isinstance(batch, FetchFailed):
+                    raise batch.as_error(step=None)
+                self._generators.seed(derive(self._seed, Stream.EVAL_BATCH, number))
+                for name, (total, weight) in self._measure(model, batch, span[1] - span[0]).items():
+                    pair = torch.stack([total, weight])
+                    totals[name] = totals[name] + pair if name in totals else pair
+        return self._reduce(totals)
+
+    def _measure(self, model: torch.nn.Module, batch: Any, num_samples: int) -> dict[str, tuple[Tensor, Tensor]]:
+        default_weight = float(num_samples) if self._task.weight is None else float(self._task.weight(batch))
+        on_device = to_device(batch, self._place.device, non_blocking=False, channels_last=self._channels_last)
+        with self._precision.autocast():
+            if self._task.metrics is None:
+                values: Mapping[str, Any] = {"loss": self._task.loss(model, on_device)}
+            else:
+                values = self._task.metrics(model, on_device)
+        if not isinstance(values, Mapping):
+            raise TaskError(
+                f"{self._task.name}.metrics() returned {type(values).__name__}",
+                "It must return a mapping from names to scalar tensors or (total, weight).",
+            )
+        measured = {}
+        for name, value in values.items():
+            tensor, weight = split_loss(value, f"{self._task.name}.metrics()[{name!r}]")
+            total = tensor.detach().to(torch.float64)
+            if weight is None:
+                weight = torch.tensor(default_weight, dtype=torch.float64, device=total.device)
+                total = total * weight
+            measured[name] = (total, torch.as_tensor(weight, dtype=torch.float64, device=total.device))
+        return measured
+
+    def _reduce(self, totals: dict[str, Tensor]) -> dict[str, float]:
+        names = sorted(totals)
+        if self._place.world_size > 1:
+            names = _names_of_rank_zero(names, self._place)
+            unknown = set(totals) - set(names)
+            if unknown:
+                raise TaskError(
+                    f"{self._task.name}.metrics() gave {sorted(unknown)} on rank {self._place.rank} but not on rank 0",
+                    "Every batch must give the same names.",
+                )
+        device = self._place.device
+        zero = torch.zeros(2, dtype=torch.float64, device=device)
+        table = torch.stack([totals.get(name, zero).to(device) for name in names])
+        if self._place.world_size > 1:
+            dist.all_reduce(table)
+        rows = table.tolist()
+        return {
+            f"{self.name}/{name}": total / weight if weight else float("nan")
+            for name, (total, weight) in zip(names, rows, strict=True)
+        }
+
+
+def _names_of_rank_zero(names: list[str], place: Place) -> list[str]:
+    """Rank zero always has a batch, so it knows all names; the last ranks may have none."""
+    data = json.dumps(names).encode()
+    size = torch.tensor([len(data)], dtype=torch.int64, device=place.device)
+    dist.broadcast(size, src=0)
+    body = torch.zeros(int(size.item()), dtype=torch.uint8, device=place.device)
+    if place.is_rank_zero:
+        body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(body, src=0)
+    known: list[str] = json.loads(bytes(body.cpu().numpy()))
+    return known

@@ -1,0 +1,211 @@
+"""`Session`: what a training loop needs to be exact and to be watched, without taking the loop over.
+
+The built-in loop is its first customer and has no back door: your own loop can do all it does.
+
+    with process_group() as place:
+        session = Session(place, seed=0)
+        plan = WindowPlan(length=len(dataset), global_batch_size=64, micro_batch_size=8)
+        while (step := session.begin_step(plan)) is not None and session.global_step < max_steps:
+            for microbatch in step.microbatches:            # this rank's share of the window
+                session.enter(Phase.DATA)
+                batch = read(microbatch.start, microbatch.stop)
+                session.begin_microbatch(microbatch)        # phase FORWARD, generators seeded
+                loss = ...
+                session.enter(Phase.BACKWARD)
+                loss.backward()
+            session.enter(Phase.OPTIMIZER)
+            optimizer.step()
+            session.commit(applied=True)
+
+It keeps: the phase, checked against the table in `core.phases`, with the time spent in each; the counters, which
+move in `commit` alone; the plan of microbatches; the seeds; the flag by which all ranks stop after the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+from elastictrain.core.counters import Counters
+from elastictrain.core.phases import IN_UPDATE, TRANSITIONS, Phase, check_transition
+from elastictrain.core.seeds import Stream, derive
+from elastictrain.core.window import Microbatch, Window, WindowPlan
+from elastictrain.errors import UsageError
+from elastictrain.protocol import StopBoard
+from elastictrain.training.device import Place
+from elastictrain.training.randomness import Generators
+
+Applied = bool | Callable[[], bool]
+"""Whether an update was applied; a callable where only the device knows yet, asked once, as late as possible."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step as this rank sees it.
+
+    Args:
+        index: windows consumed before this one; the step that seeds are made from.
+        window: all samples of the step, over all ranks.
+        microbatches: this rank's share; empty where a short window has fewer microbatches than there are ranks.
+    """
+
+    index: int
+    window: Window
+    microbatches: tuple[Microbatch, ...]
+
+
+class Session:
+    """One rank's part in a run. See the module's docstring for its use, `docs/session.md` for the whole contract.
+
+    Args:
+        place: rank, world size, device.
+        seed: the run's seed.
+        counters: where the run stands; the default is its beginning.
+        board: the stop board shared by this node's ranks; default: that of the incarnation, where there is one.
+    """
+
+    def __init__(
+        self, place: Place, *, seed: int = 0, counters: Counters | None = None, board: StopBoard | None = None
+    ) -> None:
+        self.place = place
+        self.seed = seed
+        self.stop_reason: str | None = None
+        self.generators = Generators(place.device)
+        self._board = board if board is not None else StopBoard.from_environment()
+        self._counters = counters if counters is not None else Counters()
+        self._pending: tuple[Callable[[], bool], int] | None = None
+        self._on_settled: list[Callable[[bool, Counters], None]] = []
+        self._step: Step | None = None
+        self._phase = Phase.INIT
+        self._since_s = perf_counter()
+        self._phase_s = [0.0] * len(Phase)
+
+    # ---- phases
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @property
+    def in_update(self) -> bool:
+        """True between the reduction and the commit: the state belongs to no step and cannot be kept."""
+        return self._phase in IN_UPDATE
+
+    def enter(self, phase: Phase) -> None:
+        """Says what the loop does from now on.
+
+        Raises:
+            IllegalTransitionError: `phase` cannot follow the present one, which then stays.
+        """
+        if phase not in TRANSITIONS[self._phase]:
+            check_transition(self._phase, phase)
+        now_s = perf_counter()
+        self._phase_s[self._phase] += now_s - self._since_s
+        self._phase = phase
+        self._since_s = now_s
+
+    def take_phase_times(self) -> list[float]:
+        """Seconds spent in each phase since the last call, indexed by `Phase`; the present one up to now."""
+        now_s = perf_counter()
+        self._phase_s[self._phase] += now_s - self._since_s
+        self._since_s = now_s
+        taken, self._phase_s = self._phase_s, [0.0] * len(Phase)
+        return taken
+
+    # ---- steps
+
+    @property
+    def global_step(self) -> int:
+        """Windows consumed, an update whose outcome is not known yet included. Never waits for the device."""
+        return self._counters.global_step + (self._pending is not None)
+
+    @property
+    def sample_position(self) -> int:
+        """Where the next window begins. Never waits for the device."""
+        return self._pending[1] if self._pending is not None else self._counters.sample_position
+
+    @property
+    def counters(self) -> Counters:
+        """Where the run stands; waits for the outcome of the last update if it must."""
+        self.settle()
+        return self._counters
+
+    def begin_step(self, plan: WindowPlan) -> Step | None:
+        """The next step, or None when all ranks stop here.
+
+        Enters `READY` if the session is not in it yet.
+        """
+        if self._phase is not Phase.READY:
+            self.enter(Phase.READY)
+        if self.stop_reason is None and self._board.asked:
+            self.stop_reason = "asked to stop"
+        if self._board.asked and self.place.is_rank_zero and self._board.last_step is None:
+            # A lone rank can stop at once; others may have begun this step already, so all of them finish it.
+            self._board.stop_after(self.global_step + (1 if self.place.world_size > 1 else 0))
+        if self.must_stop:
+            return None
+        window = plan.window_at(self.sample_position)
+        self._step = Step(self.global_step, window, window.share(self.place.rank, self.place.world_size))
+        return self._step
+
+    def begin_microbatch(self, microbatch: Microbatch) -> None:
+        """Enters `FORWARD` with the generators seeded for this microbatch of the present step."""
+        if self._step is None:
+            raise UsageError("begin_microbatch outside a step", "Call begin_step first.")
+        self.enter(Phase.FORWARD)
+        self.generators.seed(derive(self.seed, Stream.MICROBATCH, self._step.index, microbatch.index))
+
+    def commit(self, applied: Applied) -> None:
+        """The step is over: its window is consumed. The one place where the counters move.
+
+        Args:
+            applied: whether the update changed the weights. A callable is asked later, when somebody needs to
+                know: on a GPU that keeps the processor from waiting for the device in every step.
+        """
+        if self._step is None:
+            raise UsageError("commit without a step", "Call begin_step first.")
+        self.settle()
+        self.enter(Phase.COMMIT)
+        stop = self._step.window.stop
+        self._step = None
+        self._pending = (applied if callable(applied) else lambda: applied, stop)
+        if not callable(applied):
+            self.settle()
+        self.enter(Phase.READY)
+
+    def settle(self) -> None:
+        """Learns the outcome of the last update, if it is still open, and runs what hangs on it."""
+        if self._pending is None:
+            return
+        applied, stop = self._pending
+        outcome = applied()
+        self._pending = None
+        self._counters = self._counters.commit(applied=outcome, sample_position=stop)
+        for callback in self._on_settled:
+            callback(outcome, self._counters)
+
+    def on_settled(self, callback: Callable[[bool, Counters], None]) -> None:
+        """Has `callback(applied, counters)` called once per step, when its outcome is known and before the next
+        update: for what may only follow an applied update, such as the scheduler."""
+        self._on_settled.append(callback)
+
+    def enter_exit(self) -> None:
+        """The loop is over; also settles the last update. Idempotent."""
+        self.settle()
+        if self._phase is not Phase.EXIT:
+            self.enter(Phase.EXIT)
+
+    # ---- stopping
+
+    def request_stop(self, reason: str) -> None:
+        """Asks all ranks to stop after a step they agree on. Safe in a signal handler."""
+        if self.stop_reason is None:
+            self.stop_reason = reason
+        self._board.ask()
+
+    @property
+    def must_stop(self) -> bool:
+        """True when the step after which all ranks stop has been committed."""
+        last_step = self._board.last_step
+        return last_step is not None and self.global_step >= last_step
