@@ -91,8 +91,8 @@ class OpenSnapshot:
     """A memory snapshot that cannot change while this is open: holds the slot's lock, shared.
 
     Raises:
-        SnapshotDamagedError: the slot holds no such snapshot any more.
-        BusyError: it is being written.
+        SnapshotDamagedError: the slot is gone, or holds no complete snapshot.
+        BusyError: it is being written, or holds another snapshot by now.
     """
 
     def __init__(self, path: Path, name: str) -> None:
@@ -113,7 +113,7 @@ class OpenSnapshot:
             except FileNotFoundError as error:
                 raise SnapshotDamagedError(f"{path} holds no complete snapshot") from error
             if self.manifest.name != name:
-                raise SnapshotDamagedError(f"{path} holds {self.manifest.name} by now, not {name}")
+                raise BusyError(f"{path} holds {self.manifest.name} by now, not {name}")
         except BaseException:
             self.close()
             raise
@@ -494,7 +494,7 @@ def verify_memory(snapshot: MemorySnapshot) -> list[Damage]:
     try:
         with OpenSnapshot(snapshot.path, snapshot.name) as opened:
             return list(_check_files(opened))
-    except SnapshotError as error:
+    except (SnapshotError, BusyError) as error:
         return [Damage(MANIFEST_FILE, error.what)]
 
 

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, Protocol
 
 import xxhash
 
@@ -50,14 +50,14 @@ class StoredSnapshot:
     run_id: str
 
 
-class Source(ABC):
+class Source(Protocol):
     """Where the files of a snapshot come from."""
 
     manifest: Manifest
 
-    @abstractmethod
     def map_file(self, name: str) -> memoryview:
         """A file's bytes. Raises SnapshotDamagedError if it is missing."""
+        ...
 
 
 def no_progress(_num_bytes: int) -> None:
