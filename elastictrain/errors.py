@@ -75,6 +75,48 @@ class ReplicaMismatchError(ElasticTrainError):
     exit_code = 70  # EX_SOFTWARE
 
 
+class StateValueError(TaskError):
+    """State that is to be stored holds something that is neither a tensor nor plain data."""
+
+    exit_code = 78  # EX_CONFIG: the task must be edited
+
+
+class SnapshotError(ElasticTrainError):
+    """A snapshot cannot be used."""
+
+    exit_code = 65  # EX_DATAERR
+
+
+class SnapshotDamagedError(SnapshotError):
+    """A snapshot's bytes are not those that were written, or some are missing."""
+
+    exit_code = 65  # EX_DATAERR
+
+
+class SnapshotVersionError(SnapshotError):
+    """A snapshot was written by a newer program, in a version of the format that this one does not know."""
+
+    exit_code = 65  # EX_DATAERR
+
+
+class StorageError(ElasticTrainError):
+    """A store of snapshots cannot be reached, read or written."""
+
+    exit_code = 74  # EX_IOERR
+
+
+class MemoryTierError(ElasticTrainError):
+    """The memory tier has no room for a snapshot: its budget, or the file system, is too small."""
+
+    exit_code = 74  # EX_IOERR
+
+
+class UnsafePathError(ElasticTrainError):
+    """A folder or file that only we may own belongs to someone else, or is a symbolic link."""
+
+    exit_code = 77  # EX_NOPERM
+
+
 class HaltError(ElasticTrainError):
     """The run was stopped on purpose: going on would do harm or lead nowhere. State is kept."""
 
@@ -105,6 +147,13 @@ BY_NAME: dict[str, type[ElasticTrainError]] = {
         StateDirError,
         BusyError,
         ReplicaMismatchError,
+        StateValueError,
+        SnapshotError,
+        SnapshotDamagedError,
+        SnapshotVersionError,
+        StorageError,
+        MemoryTierError,
+        UnsafePathError,
         HaltError,
         WorkerFailedError,
         IllegalTransitionError,

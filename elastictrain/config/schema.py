@@ -187,6 +187,55 @@ class MetricsConfig(Section):
     """Also write TensorBoard event files, where tensorboard is installed."""
 
 
+class CheckpointConfig(Section):
+    """Snapshots: where, how often, how many."""
+
+    url: str | None = None
+    """Where snapshots are kept: a folder, or whatever fsspec knows (s3://, gs://, az://, memory://). Default: the
+    folder snapshots in the state directory."""
+    storage_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to fsspec: endpoint, credentials, and so on."""
+    every_steps: PositiveInt | None = None
+    """Take a snapshot after every so many steps."""
+    every_s: PositiveFloat | None = None
+    """Take a snapshot when so many seconds have passed since the last one."""
+    auto: bool | None = None
+    """Choose the interval from the measured cost of a snapshot and the observed time between failures (Young and
+    Daly). Default: on where neither every_steps nor every_s is given."""
+    max_overhead: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    """The largest share of the time that auto may spend on snapshots."""
+    keep_last: PositiveInt = 3
+    """How many of the newest snapshots to keep. One is deleted only after a newer one was verified."""
+    keep_every: PositiveInt | None = None
+    """Also keep, for ever, the snapshots whose step is a multiple of this."""
+    memory_tier: bool = True
+    """Write snapshots to memory first, where they outlive the processes, and to url from there. Off: they are staged
+    in the state directory."""
+    memory_path: str = "/dev/shm"
+    """The tmpfs of the memory tier."""
+    memory_budget_mb: PositiveInt | None = None
+    """The most that the memory tier may take, in MiB; it needs twice the size of a snapshot. Default: what memory_path
+    has."""
+    verify_uploads: bool = True
+    """Read back what was written to an object store, and compare."""
+    storage_timeout_s: PositiveFloat = 60.0
+    """A store that moves nothing for so long is given up, and tried afresh."""
+    preempt_deadline_s: PositiveFloat = 60.0
+    """After SIGTERM: how long to try to make the last snapshot durable."""
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the interval is chosen automatically."""
+        return self.auto if self.auto is not None else self.every_steps is None and self.every_s is None
+
+    @field_validator("memory_path")
+    @classmethod
+    def _check_memory_path(cls, path: str) -> str:
+        if not PurePosixPath(path).is_absolute():
+            raise ValueError("must be an absolute path")
+        return path
+
+
 class JobConfig(Section):
     """One training run."""
 
@@ -207,6 +256,7 @@ class JobConfig(Section):
     eval: EvalConfig = EvalConfig()
     elastic: ElasticConfig = ElasticConfig()
     metrics: MetricsConfig = MetricsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     @field_validator("name")
     @classmethod

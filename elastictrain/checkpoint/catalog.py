@@ -1,0 +1,248 @@
+"""What snapshots there are, in both tiers, and how to open the newest one that is sound.
+
+Walking back is the caller's loop made safe: newest first, read and compared to the manifest while it is opened, and
+every one that is passed over is reported with file and reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from elastictrain.checkpoint.format import (
+    TRAINER_FILE,
+    Damage,
+    Layout,
+    Manifest,
+    check_content,
+    digest,
+    read_layout,
+)
+from elastictrain.checkpoint.memory_tier import MemorySnapshot, MemoryTier, OpenSnapshot, map_read_only, verify_memory
+from elastictrain.checkpoint.store import Progress, Store, no_progress
+from elastictrain.errors import BusyError, SnapshotDamagedError, SnapshotError
+
+Tier = Literal["memory", "durable"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A snapshot in one tier; nothing of its content has been looked at.
+
+    Args:
+        name: its name.
+        global_step: windows consumed.
+        run_id: the run it belongs to.
+        tier: where it is.
+        memory: the snapshot, in the memory tier.
+        store: the store, in the durable tier.
+    """
+
+    name: str
+    global_step: int
+    run_id: str
+    tier: Tier
+    memory: MemorySnapshot | None = None
+    store: Store | None = None
+
+    @property
+    def where(self) -> str:
+        """For people."""
+        if self.memory is not None:
+            return str(self.memory.path)
+        assert self.store is not None
+        return f"{self.store.where}/{self.name}"
+
+    def read_manifest(self) -> Manifest:
+        """Raises SnapshotError where it cannot be used, StorageError where the store fails."""
+        if self.memory is not None:
+            return self.memory.manifest
+        assert self.store is not None
+        return self.store.read_manifest(self.name)
+
+    def read_trainer(self) -> dict[str, Any]:
+        """trainer.json, compared to the manifest. Raises as `read_manifest`."""
+        entry = self.read_manifest().files[TRAINER_FILE]
+        if self.memory is not None:
+            with OpenSnapshot(self.memory.path, self.name) as opened:
+                data = bytes(opened.map_file(TRAINER_FILE))
+        else:
+            assert self.store is not None
+            data = self.store.read_file(self.name, TRAINER_FILE)
+        return _decode_trainer(data, check_content(TRAINER_FILE, entry, len(data), digest(data)))
+
+    def verify(self, progress: Progress = no_progress) -> list[Damage]:
+        """Reads everything; empty if sound. Raises StorageError where the store fails."""
+        if self.memory is not None:
+            return verify_memory(self.memory)
+        assert self.store is not None
+        return self.store.verify(self.name, progress)
+
+
+class SnapshotReader:
+    """A snapshot that has been opened and found sound; its files are mapped, so that it is read once and held once.
+
+    In the memory tier the slot is locked while this is open. Buffers stay valid after `close` (the mapping lives as
+    long as they do), but a slot may then be written again: copy what you need before.
+    """
+
+    def __init__(
+        self, candidate: Candidate, manifest: Manifest, buffers: dict[str, memoryview], on_close: Callable[[], None]
+    ) -> None:
+        self.candidate = candidate
+        self.manifest = manifest
+        self.trainer: dict[str, Any] = _decode_trainer(bytes(buffers[TRAINER_FILE]), None)
+        """Content of trainer.json."""
+        self._buffers = buffers
+        self._on_close = on_close
+
+    @property
+    def files(self) -> list[str]:
+        """Names of its files."""
+        return list(self._buffers)
+
+    def buffer(self, file: str) -> memoryview:
+        """All bytes of a file, read-only."""
+        return self._buffers[file]
+
+    def layout(self, file: str) -> Layout:
+        """Where the tensors of a tensor file are. Raises SnapshotDamagedError if it is none."""
+        return read_layout(self._buffers[file])
+
+    def close(self) -> None:
+        self._buffers = {}
+        self._on_close()
+
+    def __enter__(self) -> SnapshotReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def newest_first(memory: MemoryTier | None, store: Store | None, run_id: str | None = None) -> list[Candidate]:
+    """All complete snapshots, newest step first; at one step, the memory tier first.
+
+    Args:
+        memory: the memory tier, or None.
+        store: the durable tier, or None.
+        run_id: only this run's; None for all.
+
+    Raises:
+        StorageError: the store cannot be listed.
+    """
+    found: list[Candidate] = []
+    if memory is not None:
+        found += [Candidate(s.name, s.global_step, s.run_id, "memory", memory=s) for s in memory.snapshots()]
+    if store is not None:
+        found += [Candidate(s.name, s.global_step, s.run_id, "durable", store=store) for s in store.snapshots()]
+    if run_id is not None:
+        found = [candidate for candidate in found if candidate.run_id == run_id]
+    return sorted(found, key=lambda c: (-c.global_step, c.run_id, c.tier != "memory"))
+
+
+def latest_run(candidates: Iterable[Candidate]) -> str | None:
+    """The run that wrote last, of those whose newest snapshot's manifest can be read. For a store of several runs."""
+    latest: tuple[str, str] | None = None
+    seen: set[str] = set()
+    for candidate in candidates:
+        if candidate.run_id in seen:
+            continue
+        try:
+            created = candidate.read_manifest().created
+        except SnapshotError:
+            continue
+        seen.add(candidate.run_id)
+        latest = max(latest or ("", ""), (created, candidate.run_id))
+    return latest[1] if latest else None
+
+
+def open_candidate(candidate: Candidate, scratch: Path, progress: Progress = no_progress) -> SnapshotReader:
+    """Opens a snapshot, having read all of it and compared it to its manifest.
+
+    Args:
+        candidate: which.
+        scratch: folder for what must be downloaded; the caller removes it when done.
+        progress: called with the bytes read.
+
+    Raises:
+        SnapshotDamagedError: names every file that is wrong, and why.
+        SnapshotVersionError: the format is newer than this program.
+        BusyError: it was overwritten meanwhile.
+        StorageError: the store failed.
+    """
+    with contextlib.ExitStack() as stack:
+        if candidate.memory is not None:
+            opened = stack.enter_context(OpenSnapshot(candidate.memory.path, candidate.name))
+            manifest, map_file = opened.manifest, opened.map_file
+        else:
+            store = candidate.store
+            assert store is not None
+            manifest = store.read_manifest(candidate.name)
+
+            def map_file(file: str) -> memoryview:
+                return map_read_only(os.open(store.fetch(candidate.name, file, scratch), os.O_RDONLY | os.O_CLOEXEC))
+
+        buffers: dict[str, memoryview] = {}
+        damages = []
+        for file, entry in manifest.files.items():
+            try:
+                view = buffers[file] = map_file(file)
+            except SnapshotDamagedError:
+                damages.append(Damage(file, "is missing"))
+                continue
+            found = digest(view) if len(view) == entry.size_bytes else ""
+            if damage := check_content(file, entry, len(view), found):
+                damages.append(damage)
+            progress(len(view))
+        if damages:
+            raise SnapshotDamagedError("; ".join(map(str, damages)))
+        if TRAINER_FILE not in buffers:
+            raise SnapshotDamagedError(f"{TRAINER_FILE}: is missing")
+        return SnapshotReader(candidate, manifest, buffers, stack.pop_all().close)
+
+
+def first_sound(
+    candidates: Iterable[Candidate],
+    scratch: Path,
+    on_passed_over: Callable[[Candidate, str], None],
+    progress: Progress = no_progress,
+) -> SnapshotReader | None:
+    """Opens the first candidate that is sound.
+
+    Args:
+        candidates: newest first.
+        scratch: as in `open_candidate`.
+        on_passed_over: called for each that is not, with the reason, which names the file.
+        progress: called with the bytes read.
+
+    Returns:
+        the open snapshot; None if none is sound.
+
+    Raises:
+        StorageError: the store failed, so nothing is known about the rest.
+    """
+    for candidate in candidates:
+        try:
+            return open_candidate(candidate, scratch, progress)
+        except (SnapshotError, BusyError) as error:
+            on_passed_over(candidate, error.what)
+    return None
+
+
+def _decode_trainer(data: bytes, damage: Damage | None) -> dict[str, Any]:
+    if damage is not None:
+        raise SnapshotDamagedError(str(damage))
+    try:
+        decoded = json.loads(data)
+    except ValueError as error:
+        raise SnapshotDamagedError(f"{TRAINER_FILE}: not JSON: {error}") from error
+    if not isinstance(decoded, dict):
+        raise SnapshotDamagedError(f"{TRAINER_FILE}: not an object")
+    return decoded

@@ -1,0 +1,250 @@
+"""A durable tier in a folder: a local disk, or a shared file system.
+
+A snapshot is written into a folder of a temporary name beside its place, every file and folder is fsynced, and the
+folder is renamed: it exists completely or not at all, whenever the power goes. The name of the temporary folder says
+who writes it, so that those of dead writers can be told from those of living ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import socket
+from pathlib import Path
+from typing import BinaryIO
+
+import psutil
+import xxhash
+
+from elastictrain.checkpoint import faults
+from elastictrain.checkpoint.format import MANIFEST_FILE, FileEntry, check_content, parse_name
+from elastictrain.checkpoint.store import (
+    CHUNK_BYTES,
+    PINS_DIR,
+    Progress,
+    Source,
+    Store,
+    StoredSnapshot,
+    newest_first,
+    no_progress,
+)
+from elastictrain.errors import SnapshotDamagedError, StorageError
+from elastictrain.protocol import write_atomically
+
+FLUSH_BYTES = 256 << 20
+"""The disk gets what was written after so many bytes: progress is real, and the last fsync short."""
+
+_TEMPORARY = re.compile(r"\.tmp-(?P<name>step-.*)-(?P<host>[A-Za-z0-9_.]+)-(?P<pid>\d+)-[0-9a-f]{8}")
+_SET_ASIDE = ".damaged-"
+
+
+class LocalStore(Store):
+    """Snapshots in a folder; made when the first is put.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self.path = path.absolute()
+
+    def snapshots(self) -> list[StoredSnapshot]:
+        try:
+            entries = [entry.name for entry in self.path.iterdir()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise _failed(self.path, error) from error
+        return [s for s in newest_first(entries) if (self.path / s.name / MANIFEST_FILE).is_file()]
+
+    def put(self, source: Source, progress: Progress = no_progress) -> None:
+        manifest = source.manifest
+        faults.point("store.begin")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            final = self.path / manifest.name
+            damaged = (final / MANIFEST_FILE).exists()
+            if damaged and self._holds(source, progress):
+                return
+            temporary = self.path / _temporary_name(manifest.name)
+            temporary.mkdir()
+            try:
+                for name, entry in manifest.files.items():
+                    faults.point("store.file")
+                    _copy(source.map_file(name), temporary / name, name, entry, progress)
+                    faults.point("store.copied")
+                faults.point("store.files")
+                _write(temporary / MANIFEST_FILE, manifest.encoded)
+                faults.point("store.manifest")
+                _fsync_folder(temporary)
+                faults.point("store.rename")
+                self._replace(temporary, final)
+                faults.point("store.renamed")
+                _fsync_folder(self.path)
+                faults.point("store.committed")
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+        except OSError as error:
+            raise _failed(self.path, error) from error
+
+    def _holds(self, source: Source, progress: Progress) -> bool:
+        """Whether this very snapshot is there, and sound. Another try of the same step may have other content."""
+        name = source.manifest.name
+        try:
+            return self.read_manifest(name).files == source.manifest.files and not self.verify(name, progress)
+        except SnapshotDamagedError:
+            return False
+
+    def _replace(self, temporary: Path, final: Path) -> None:
+        """Renames into place; what is there and damaged is set aside first, and removed after."""
+        aside = None
+        if final.exists():
+            aside = self.path / f"{_SET_ASIDE}{final.name}-{secrets.token_hex(4)}"
+            final.rename(aside)
+        temporary.rename(final)
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def read_file(self, name: str, file: str) -> bytes:
+        try:
+            return (self.path / name / file).read_bytes()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise SnapshotDamagedError(f"{file}: is missing") from error
+        except OSError as error:
+            raise _failed(self.path / name / file, error) from error
+
+    def fetch(self, name: str, file: str, scratch: Path) -> Path:
+        path = self.path / name / file
+        if not path.is_file():
+            raise SnapshotDamagedError(f"{file}: is missing")
+        return path
+
+    def open(self, name: str, file: str) -> BinaryIO:
+        try:
+            return (self.path / name / file).open("rb")
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise SnapshotDamagedError(f"{file}: is missing") from error
+        except OSError as error:
+            raise _failed(self.path / name / file, error) from error
+
+    def delete(self, name: str) -> None:
+        folder = self.path / name
+        try:
+            faults.point("store.delete")
+            with contextlib.suppress(FileNotFoundError):
+                (folder / MANIFEST_FILE).unlink()
+                _fsync_folder(folder)
+            faults.point("store.unpublished")
+            if folder.exists():
+                shutil.rmtree(folder)
+            faults.point("store.deleted")
+        except OSError as error:
+            raise _failed(folder, error) from error
+
+    def clean_leftovers(self) -> list[str]:
+        removed: list[str] = []
+        if not self.path.is_dir():
+            return removed
+        try:
+            for path in self.path.iterdir():
+                half_deleted = parse_name(path.name) is not None and not (path / MANIFEST_FILE).exists()
+                if path.is_dir() and (half_deleted or path.name.startswith(_SET_ASIDE) or _is_abandoned(path)):
+                    shutil.rmtree(path, ignore_errors=True)
+                    removed.append(path.name)
+        except OSError as error:
+            raise _failed(self.path, error) from error
+        return sorted(removed)
+
+    def _read_pins(self) -> dict[str, bytes]:
+        folder = self.path / PINS_DIR
+        try:
+            return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.startswith(".")}
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise _failed(folder, error) from error
+
+    def _write_pin(self, file: str, content: bytes) -> None:
+        folder = self.path / PINS_DIR
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / file, content)
+            _fsync_folder(self.path)
+        except OSError as error:
+            raise _failed(folder, error) from error
+
+    def _delete_pin(self, file: str) -> None:
+        try:
+            (self.path / PINS_DIR / file).unlink(missing_ok=True)
+        except OSError as error:
+            raise _failed(self.path / PINS_DIR, error) from error
+
+
+def _temporary_name(name: str) -> str:
+    return f".tmp-{name}-{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname()) or "host"
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Whether a temporary folder's writer is dead. On another host nobody can tell: its folders stay, for it to clean.
+
+    A process that began after the folder was made has its writer's number by chance.
+    """
+    match = _TEMPORARY.fullmatch(path.name)
+    if match is None or match["host"] != _host() or int(match["pid"]) == os.getpid():
+        return False
+    try:
+        return float(psutil.Process(int(match["pid"])).create_time()) > path.stat().st_mtime + 1.0
+    except psutil.NoSuchProcess:
+        return True
+    except (psutil.Error, OSError):
+        return False
+
+
+def _copy(source: memoryview, target: Path, name: str, entry: FileEntry, progress: Progress) -> None:
+    """Copies a file durably, comparing what is copied to the manifest."""
+    if len(source) != entry.size_bytes:
+        raise SnapshotDamagedError(f"{name}: has {len(source)} bytes instead of {entry.size_bytes}")
+    hasher = xxhash.xxh3_128()
+    with target.open("xb", buffering=0) as file:
+        if entry.size_bytes:
+            os.posix_fallocate(file.fileno(), 0, entry.size_bytes)
+        for begin in range(0, len(source), CHUNK_BYTES):
+            chunk = source[begin : begin + CHUNK_BYTES]
+            hasher.update(chunk)
+            written = 0
+            while written < len(chunk):
+                written += file.write(chunk[written:])
+            if begin // FLUSH_BYTES != (begin + len(chunk)) // FLUSH_BYTES:
+                os.fdatasync(file.fileno())
+            progress(len(chunk))
+        os.fsync(file.fileno())
+    if damage := check_content(name, entry, len(source), hasher.hexdigest()):
+        raise SnapshotDamagedError(str(damage))
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _fsync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _failed(path: Path, error: OSError) -> StorageError:
+    return StorageError(f"{path}: {error.strerror or error}")

@@ -1,0 +1,248 @@
+"""A durable tier anywhere fsspec goes.
+
+Object stores have no rename. The files are put first and checked (size, and content unless that is switched off), the
+manifest is the last put: a reader sees a snapshot once all of it is there. Every error of a client becomes a
+StorageError whose text holds no credentials.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import fsspec
+import xxhash
+
+from elastictrain.checkpoint import faults
+from elastictrain.checkpoint.format import MANIFEST_FILE, FileEntry, check_content
+from elastictrain.checkpoint.secrets import Redactor, redact_url
+from elastictrain.checkpoint.store import (
+    CHUNK_BYTES,
+    PINS_DIR,
+    Progress,
+    Source,
+    Store,
+    StoredSnapshot,
+    hash_stream,
+    newest_first,
+    no_progress,
+)
+from elastictrain.errors import ConfigError, ElasticTrainError, SnapshotDamagedError, StorageError
+
+# The shipped fake of a store that fails; see elastictrain/testing.
+fsspec.register_implementation("faulty", "elastictrain.testing.faulty_fs.FaultyFileSystem", clobber=True)
+
+
+class ObjectStore(Store):
+    """Snapshots under a prefix of an fsspec file system.
+
+    Args:
+        url: where, with its protocol.
+        storage_options: passed to fsspec.
+        verify_uploads: read back what was put, and compare.
+
+    Raises:
+        ConfigError: fsspec does not know the protocol or refuses the options.
+    """
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any], *, verify_uploads: bool = True) -> None:
+        super().__init__(redact_url(url))
+        self._redact = Redactor(url, storage_options)
+        self._verify_uploads = verify_uploads
+        try:
+            self._fs, root = fsspec.core.url_to_fs(url, **{"use_listings_cache": False, **storage_options})
+        except ImportError as error:
+            raise ConfigError(
+                f"checkpoint.url = {self.where}: {self._redact(str(error))}",
+                "For S3: pip install 'elastictrain[s3]'.",
+            ) from error
+        except Exception as error:  # noqa: BLE001 - each client has its own errors
+            raise ConfigError(f"checkpoint.url = {self.where}: {self._redact(str(error))}") from None
+        self._root = root.rstrip("/")
+
+    def snapshots(self) -> list[StoredSnapshot]:
+        with self._explained("listing"):
+            return [s for s in newest_first(self._names(self._root)) if self._fs.exists(self._path(s.name))]
+
+    def put(self, source: Source, progress: Progress = no_progress) -> None:
+        manifest = source.manifest
+        name = manifest.name
+        faults.point("store.begin")
+        with self._explained(f"writing {name}"):
+            if self._fs.exists(self._path(name)):
+                if self._holds(source, progress):
+                    return
+                self._fs.rm_file(self._path(name))
+            for file, entry in manifest.files.items():
+                faults.point("store.file")
+                # After an outage, what went through before it need not go again.
+                if not (self._verify_uploads and self._is_sound(name, file, entry, progress)):
+                    self._upload(source.map_file(file), name, file, entry, progress)
+                    self._check_upload(name, file, entry, progress)
+                faults.point("store.copied")
+            faults.point("store.files")
+            self._fs.pipe_file(self._path(name), manifest.encoded)
+            faults.point("store.manifest")
+            if self._fs.cat_file(self._path(name)) != manifest.encoded:
+                with contextlib.suppress(Exception):
+                    self._fs.rm_file(self._path(name))
+                raise StorageError(f"{self.where}/{name}/{MANIFEST_FILE}: reads back differently")
+            faults.point("store.committed")
+
+    def _holds(self, source: Source, progress: Progress) -> bool:
+        name = source.manifest.name
+        try:
+            return self.read_manifest(name).files == source.manifest.files and not self.verify(name, progress)
+        except SnapshotDamagedError:
+            return False
+
+    def _upload(self, view: memoryview, name: str, file: str, entry: FileEntry, progress: Progress) -> None:
+        """Streams a file, comparing what is sent to the manifest."""
+        hasher = xxhash.xxh3_128()
+        stream = self._fs.open(self._path(name, file), "wb")
+        try:
+            for begin in range(0, len(view), CHUNK_BYTES):
+                chunk = view[begin : begin + CHUNK_BYTES]
+                hasher.update(chunk)
+                stream.write(chunk)
+                progress(len(chunk))
+            if damage := check_content(file, entry, len(view), hasher.hexdigest()):
+                raise SnapshotDamagedError(str(damage))
+        except BaseException:
+            _abandon(stream)
+            raise
+        stream.close()
+
+    def _check_upload(self, name: str, file: str, entry: FileEntry, progress: Progress) -> None:
+        size_bytes = self._fs.info(self._path(name, file))["size"]
+        found = entry.xxh3_128
+        if self._verify_uploads and size_bytes == entry.size_bytes:
+            with self._fs.open(self._path(name, file), "rb", block_size=CHUNK_BYTES) as stream:
+                size_bytes, found = hash_stream(stream, progress)
+        if damage := check_content(file, entry, size_bytes, found):
+            raise StorageError(f"{self.where}/{name}: was stored wrongly: {damage}")
+
+    def _is_sound(self, name: str, file: str, entry: FileEntry, progress: Progress) -> bool:
+        if not self._fs.exists(self._path(name, file)):
+            return False
+        try:
+            self._check_upload(name, file, entry, progress)
+        except StorageError:
+            return False
+        return True
+
+    def read_file(self, name: str, file: str) -> bytes:
+        with self._reading(name, file):
+            return cast("bytes", self._fs.cat_file(self._path(name, file)))
+
+    def fetch(self, name: str, file: str, scratch: Path) -> Path:
+        target = scratch / f"{name}.{file}"
+        partial = target.with_suffix(".part")
+        with self._reading(name, file), self.open(name, file) as stream, partial.open("wb") as out:
+            while chunk := stream.read(CHUNK_BYTES):
+                out.write(chunk)
+        return partial.rename(target)
+
+    def open(self, name: str, file: str) -> BinaryIO:
+        with self._reading(name, file):
+            stream = self._fs.open(self._path(name, file), "rb", block_size=CHUNK_BYTES, cache_type="readahead")
+            return cast("BinaryIO", _ExplainingStream(stream, self, f"{name}/{file}"))
+
+    def delete(self, name: str) -> None:
+        with self._explained(f"deleting {name}"):
+            faults.point("store.delete")
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(self._path(name))
+            faults.point("store.unpublished")
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm(f"{self._root}/{name}", recursive=True)
+            faults.point("store.deleted")
+
+    def clean_leftovers(self) -> list[str]:
+        """Only what is older than the newest complete snapshot of the same run: whoever began it has gone on since."""
+        with self._explained("listing"):
+            complete = {s.name: s for s in self.snapshots()}
+            newest: dict[str, int] = {}
+            for snapshot in complete.values():
+                newest[snapshot.run_id] = max(newest.get(snapshot.run_id, 0), snapshot.global_step)
+            removed = []
+            for snapshot in newest_first(self._names(self._root)):
+                if snapshot.name not in complete and snapshot.global_step < newest.get(snapshot.run_id, 0):
+                    self.delete(snapshot.name)
+                    removed.append(snapshot.name)
+            return sorted(removed)
+
+    def _read_pins(self) -> dict[str, bytes]:
+        with self._explained("reading pins"):
+            folder = f"{self._root}/{PINS_DIR}"
+            return {name: self._fs.cat_file(f"{folder}/{name}") for name in self._names(folder)}
+
+    def _write_pin(self, file: str, content: bytes) -> None:
+        with self._explained("pinning"):
+            self._fs.pipe_file(f"{self._root}/{PINS_DIR}/{file}", content)
+
+    def _delete_pin(self, file: str) -> None:
+        with self._explained("unpinning"), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(f"{self._root}/{PINS_DIR}/{file}")
+
+    def _names(self, folder: str) -> list[str]:
+        self._fs.invalidate_cache()
+        try:
+            paths = self._fs.ls(folder, detail=False)
+        except FileNotFoundError:
+            return []
+        return [str(path).rstrip("/").rpartition("/")[2] for path in paths]
+
+    def _path(self, name: str, file: str = MANIFEST_FILE) -> str:
+        return f"{self._root}/{name}/{file}"
+
+    @contextlib.contextmanager
+    def _reading(self, name: str, file: str) -> Iterator[None]:
+        with self._explained(f"reading {name}/{file}"):
+            try:
+                yield
+            except FileNotFoundError as error:
+                raise SnapshotDamagedError(f"{file}: is missing") from error
+
+    @contextlib.contextmanager
+    def _explained(self, doing: str) -> Iterator[None]:
+        """Turns the errors of any client into ours, without credentials, and without the original's traceback."""
+        try:
+            yield
+        except ElasticTrainError:
+            raise
+        except Exception as error:  # noqa: BLE001 - each client has its own errors
+            text = self._redact(f"{type(error).__name__}: {error}")
+            raise StorageError(f"{self.where}: {doing}: {text}") from None
+
+
+class _ExplainingStream:
+    """A stream whose errors are explained as the store's are."""
+
+    def __init__(self, stream: Any, store: ObjectStore, what: str) -> None:
+        self._stream = stream
+        self._store = store
+        self._what = what
+
+    def read(self, size: int = -1) -> bytes:
+        with self._store._explained(f"reading {self._what}"):
+            return cast("bytes", self._stream.read(size))
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def __enter__(self) -> _ExplainingStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _abandon(stream: Any) -> None:
+    """Lets go of a half-written upload without completing it."""
+    with contextlib.suppress(Exception):
+        stream.discard()
+    with contextlib.suppress(Exception):
+        stream.closed = True

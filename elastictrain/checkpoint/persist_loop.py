@@ -1,0 +1,269 @@
+"""Moves snapshots from the memory tier to the durable tier, one at a time, until it has worked.
+
+At most one snapshot waits: a newer one takes its place. A store that fails is tried again, with growing pauses, until
+the snapshot is stored or a newer one is there to be stored instead. After each success the store is tidied.
+
+This is the work itself; `persister` runs it in a process of its own, `persister_client` is what training talks to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_when_event_set, wait_exponential_jitter
+from tenacity.nap import sleep_using_event
+
+from elastictrain.checkpoint.format import parse_name
+from elastictrain.checkpoint.memory_tier import OpenSnapshot
+from elastictrain.checkpoint.store import Store, open_store
+from elastictrain.core.retention import Condition, Kept, superfluous
+from elastictrain.errors import BusyError, ElasticTrainError, SnapshotError, StorageError
+
+PROGRESS_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PersisterSettings:
+    """What the persister is told once, at its start.
+
+    Args:
+        url: the store.
+        storage_options: passed to fsspec; may hold secrets.
+        verify_uploads: read back what was uploaded.
+        keep_last: retention, see `core.retention`.
+        keep_every: likewise, in steps.
+        storage_timeout_s: a store that moves nothing for so long is given up, and tried afresh.
+        grace_s: how long to go on after the training process is gone.
+        lock_path: file that one persister of a job and node holds; "" for none.
+        first_pause_s: pause after the first failure; it doubles with each.
+        longest_pause_s: limit of that.
+    """
+
+    url: str
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    verify_uploads: bool = True
+    keep_last: int = 3
+    keep_every: int | None = None
+    storage_timeout_s: float = 60.0
+    grace_s: float = 300.0
+    lock_path: str = ""
+    first_pause_s: float = 0.5
+    longest_pause_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A snapshot to be made durable.
+
+    Args:
+        path: folder of its slot.
+        name: its name; if the slot holds another by then, that one was superseded.
+    """
+
+    path: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the persister says.
+
+    Args:
+        kind: started, progress, retrying, persisted, superseded, failed, tidied, tidying_failed, waiting_for_other,
+            stalled, abandoned; from the client also: restarting.
+        name: the snapshot's name; "" where it is about none.
+        fields: numbers and texts, without secrets.
+    """
+
+    kind: str
+    name: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def global_step(self) -> int | None:
+        parsed = parse_name(self.name)
+        return parsed[0] if parsed else None
+
+
+class PersistLoop:
+    """The loop. `submit` and `finish` may be called from any thread, `run` is called once.
+
+    Args:
+        settings: see there.
+        report: gets every report, on the thread of `run` (of `submit`, for what is superseded there).
+    """
+
+    def __init__(self, settings: PersisterSettings, report: Callable[[Report], None]) -> None:
+        self._settings = settings
+        self._report = report
+        self._changed = threading.Condition()
+        self._waiting: Request | None = None
+        self._finishing = False
+        self._newer = threading.Event()
+        self._store: Store | None = None
+        self._verified: set[str] = set()
+        self._cleaned = False
+        self._lock_fd: int | None = None
+        self._moved_at_s: float | None = None
+
+    def submit(self, request: Request) -> None:
+        """Hands over a snapshot; one that waited is superseded."""
+        with self._changed:
+            before, self._waiting = self._waiting, request
+            self._newer.set()
+            self._changed.notify_all()
+        if before is not None:
+            self._report(Report("superseded", before.name))
+
+    def finish(self) -> None:
+        """No more will come: `run` returns when what was handed over is done."""
+        with self._changed:
+            self._finishing = True
+            self._changed.notify_all()
+
+    def stalled_s(self, now_s: float) -> float:
+        """Seconds since the store last moved anything, of `time.monotonic`; 0 while nothing is asked of it."""
+        moved_at_s = self._moved_at_s
+        return 0.0 if moved_at_s is None else max(0.0, now_s - moved_at_s)
+
+    def run(self) -> None:
+        """Works until finished."""
+        try:
+            while (request := self._next()) is not None:
+                self._persist(request)
+        finally:
+            if self._lock_fd is not None:
+                os.close(self._lock_fd)
+
+    def _next(self) -> Request | None:
+        with self._changed:
+            while self._waiting is None and not self._finishing:
+                self._changed.wait()
+            request, self._waiting = self._waiting, None
+            self._newer.clear()
+            return request
+
+    def _persist(self, request: Request) -> None:
+        self._take_turn()
+        begun_s = time.monotonic()
+        retrying = Retrying(
+            retry=retry_if_exception_type(StorageError),
+            wait=wait_exponential_jitter(
+                initial=self._settings.first_pause_s,
+                max=self._settings.longest_pause_s,
+                jitter=self._settings.first_pause_s,
+            ),
+            stop=stop_when_event_set(self._newer),
+            sleep=sleep_using_event(self._newer),
+            before_sleep=lambda state: self._report_retry(request, state),
+            reraise=True,
+        )
+        try:
+            with OpenSnapshot(Path(request.path), request.name) as source:
+                size_bytes = source.manifest.size_bytes
+                self._report(Report("started", request.name, {"size_bytes": size_bytes}))
+                retrying(self._put, source)
+        except BusyError:
+            self._report(Report("superseded", request.name))
+            return
+        except StorageError as error:
+            self._report(Report("superseded", request.name, {"error": error.what}))
+            return
+        except SnapshotError as error:
+            # Overwritten by a newer one before its turn came, or truly damaged: the text says which.
+            self._report(Report("failed", request.name, {"error": error.what}))
+            return
+        except ElasticTrainError as error:
+            self._report(Report("failed", request.name, {"error": str(error)}))
+            return
+        self._verified.add(request.name)
+        seconds = time.monotonic() - begun_s
+        self._report(Report("persisted", request.name, {"seconds": round(seconds, 3), "size_bytes": size_bytes}))
+        self._tidy(request.name)
+
+    def _put(self, source: OpenSnapshot) -> None:
+        total_bytes = source.manifest.size_bytes
+        done_bytes, reported_at_s = 0, time.monotonic()
+
+        def progress(num_bytes: int) -> None:
+            nonlocal done_bytes, reported_at_s
+            done_bytes += num_bytes
+            self._moved_at_s = now_s = time.monotonic()
+            if now_s - reported_at_s >= PROGRESS_INTERVAL_S:
+                reported_at_s = now_s
+                fields = {"done_bytes": done_bytes, "total_bytes": total_bytes}
+                self._report(Report("progress", source.manifest.name, fields))
+
+        with self._watched():
+            store = self._open_store()
+            if not self._cleaned:
+                store.clean_leftovers()
+                self._cleaned = True
+            store.put(source, progress)
+
+    def _open_store(self) -> Store:
+        if self._store is None:
+            settings = self._settings
+            self._store = open_store(settings.url, settings.storage_options, verify_uploads=settings.verify_uploads)
+        return self._store
+
+    def _tidy(self, newest: str) -> None:
+        """Deletes what retention lets go of this run's snapshots."""
+        parsed = parse_name(newest)
+        assert parsed is not None
+        deleted = []
+        try:
+            with self._watched():
+                store = self._open_store()
+                found = {s.global_step: s.name for s in store.snapshots() if s.run_id == parsed[1]}
+                kept = [
+                    Kept(parsed[1], step, Condition.VERIFIED if name in self._verified else Condition.COMMITTED)
+                    for step, name in found.items()
+                ]
+                doomed = superfluous(kept, keep_last=self._settings.keep_last, keep_every=self._settings.keep_every)
+                # Pins are read last, and only if there is something to lose.
+                pins = store.pins() if doomed else {}
+                for snapshot in doomed:
+                    if (snapshot.run_id, snapshot.global_step) not in pins:
+                        self._moved_at_s = time.monotonic()
+                        store.delete(found[snapshot.global_step])
+                        deleted.append(found[snapshot.global_step])
+        except StorageError as error:
+            self._report(Report("tidying_failed", newest, {"error": error.what}))
+        if deleted:
+            self._report(Report("tidied", newest, {"deleted": deleted}))
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        self._moved_at_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._moved_at_s = None
+
+    def _report_retry(self, request: Request, state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome is not None else None
+        pause_s = round(state.next_action.sleep, 3) if state.next_action is not None else 0.0
+        what = error.what if isinstance(error, ElasticTrainError) else str(error)
+        fields = {"error": what, "attempt": state.attempt_number, "pause_s": pause_s}
+        self._report(Report("retrying", request.name, fields))
+
+    def _take_turn(self) -> None:
+        """Waits for the persister of a worker that died before us: two at once would clean up after each other."""
+        if self._lock_fd is not None or not self._settings.lock_path:
+            return
+        fd = os.open(self._settings.lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._report(Report("waiting_for_other"))
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        self._lock_fd = fd

@@ -1,0 +1,83 @@
+"""The persister: a process that makes snapshots durable while training goes on, and after training has died.
+
+    python -m elastictrain.checkpoint.persister
+
+Standard input, a JSON object a line: first `{"configure": {...}}` (`PersisterSettings`; secrets come this way, not on
+the command line), then any number of `{"persist": {"path": ..., "name": ...}}`. End of file means that no more will
+come: what was asked for is finished, within `grace_s`. Standard output: `Report`s, a JSON object a line.
+
+SIGTERM, SIGINT and SIGHUP are ignored: whoever stops the job sends them to everybody, and the last snapshot is wanted
+most then. A store that moves nothing for `storage_timeout_s` ends the process; the client starts another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict
+
+from elastictrain.checkpoint.persist_loop import PersisterSettings, PersistLoop, Report, Request
+
+STALLED_EXIT_CODE = 75  # EX_TEMPFAIL
+NICENESS = 5
+"""Training comes first where there are no idle cores."""
+
+_output = threading.Lock()
+
+
+def _print_report(report: Report) -> None:
+    """One line; once nobody listens any more, nothing."""
+    with _output, contextlib.suppress(OSError, ValueError):
+        sys.stdout.write(json.dumps(asdict(report)) + "\n")
+        sys.stdout.flush()
+
+
+def _leave(code: int) -> None:
+    """Ends the process from any thread, whatever the others are stuck in."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(code)
+
+
+def _watch(loop: PersistLoop, timeout_s: float) -> None:
+    while True:
+        time.sleep(min(0.2, timeout_s / 4))
+        stalled_s = loop.stalled_s(time.monotonic())
+        if stalled_s > timeout_s:
+            _print_report(Report("stalled", fields={"seconds": round(stalled_s, 1)}))
+            _leave(STALLED_EXIT_CODE)
+
+
+def _read_requests(loop: PersistLoop, grace_s: float) -> None:
+    for line in sys.stdin:
+        loop.submit(Request(**json.loads(line)["persist"]))
+    loop.finish()
+    time.sleep(grace_s)
+    _print_report(Report("abandoned", fields={"grace_s": grace_s}))
+    _leave(STALLED_EXIT_CODE)
+
+
+def main() -> None:
+    """Runs until standard input ends and the work is done."""
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    first = sys.stdin.readline()
+    if not first:
+        return
+    os.nice(NICENESS)
+    settings = PersisterSettings(**json.loads(first)["configure"])
+    loop = PersistLoop(settings, _print_report)
+    for target, argument in ((_read_requests, settings.grace_s), (_watch, settings.storage_timeout_s)):
+        threading.Thread(target=target, args=(loop, argument), daemon=True).start()
+    loop.run()
+    # A client's own threads (fsspec's event loop) must not keep a finished persister alive.
+    _leave(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""The durable tier: snapshots in a folder or in an object store, listed, read, verified, deleted and pinned.
+
+A snapshot is a folder named `step-<step>-<run id>`; it exists if its manifest does. How a snapshot is put there so
+that it exists completely or not at all differs: `local_store` renames, `object_store` writes the manifest last.
+Whoever opens a store gets one or the other by its URL, and need not know which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Protocol
+
+import xxhash
+
+from elastictrain.checkpoint.format import (
+    MANIFEST_FILE,
+    Damage,
+    Manifest,
+    check_content,
+    digest,
+    parse_name,
+)
+from elastictrain.errors import ConfigError, SnapshotDamagedError, SnapshotError
+
+CHUNK_BYTES: Final = 8 << 20
+"""Files are moved in pieces of this size: what a transfer takes of memory."""
+PINS_DIR: Final = "pins"
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes just moved or checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSnapshot:
+    """A snapshot in a store.
+
+    Args:
+        name: its folder.
+        global_step: windows consumed.
+        run_id: the run it belongs to.
+    """
+
+    name: str
+    global_step: int
+    run_id: str
+
+
+class Source(Protocol):
+    """Where the files of a snapshot come from."""
+
+    manifest: Manifest
+
+    def map_file(self, name: str) -> memoryview:
+        """A file's bytes. Raises SnapshotDamagedError if it is missing."""
+        ...
+
+
+def no_progress(_num_bytes: int) -> None:
+    """For those who do not watch."""
+
+
+class Store(ABC):
+    """Snapshots in one place.
+
+    Args:
+        where: the place, fit to be shown.
+    """
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    @abstractmethod
+    def snapshots(self) -> list[StoredSnapshot]:
+        """All snapshots that have a manifest, newest step first. Raises StorageError if that cannot be known."""
+
+    @abstractmethod
+    def put(self, source: Source, progress: Progress = no_progress) -> None:
+        """Stores a snapshot durably. One that is there and sound is left as it is, a damaged one is replaced.
+
+        Raises:
+            SnapshotDamagedError: the source is not what its manifest says. Trying again does not help.
+            StorageError: the store failed; nothing that looks complete is left behind. Trying again may help.
+        """
+
+    @abstractmethod
+    def read_file(self, name: str, file: str) -> bytes:
+        """A small file of a snapshot. Raises SnapshotDamagedError if it is missing, StorageError if unreachable."""
+
+    @abstractmethod
+    def fetch(self, name: str, file: str, scratch: Path) -> Path:
+        """A file of a snapshot as a local file: where it lies, or a copy in `scratch`.
+
+        Raises:
+            SnapshotDamagedError: it is missing.
+            StorageError: the store failed.
+        """
+
+    @abstractmethod
+    def open(self, name: str, file: str) -> BinaryIO:
+        """Opens a file for reading. Raises as `fetch` does."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Deletes a snapshot, its manifest first. None of that name is fine."""
+
+    @abstractmethod
+    def clean_leftovers(self) -> list[str]:
+        """Removes what killed writers left; never what a living one may still be writing. Returns the names."""
+
+    @abstractmethod
+    def _read_pins(self) -> dict[str, bytes]:
+        """Pin files by name."""
+
+    @abstractmethod
+    def _write_pin(self, file: str, content: bytes) -> None: ...
+
+    @abstractmethod
+    def _delete_pin(self, file: str) -> None: ...
+
+    def read_manifest(self, name: str) -> Manifest:
+        """A snapshot's manifest.
+
+        Raises:
+            SnapshotDamagedError: it is missing, damaged, or that of another snapshot.
+            SnapshotVersionError: it is newer than this program.
+            StorageError: the store failed.
+        """
+        manifest = Manifest.decode(self.read_file(name, MANIFEST_FILE))
+        if manifest.name != name:
+            raise SnapshotDamagedError(f"{MANIFEST_FILE}: is that of {manifest.name}")
+        return manifest
+
+    def verify(self, name: str, progress: Progress = no_progress) -> list[Damage]:
+        """Reads all of a snapshot and compares it to its manifest; empty if it is sound.
+
+        Raises:
+            StorageError: the store failed, so nothing is known.
+        """
+        try:
+            manifest = self.read_manifest(name)
+        except SnapshotError as error:
+            return [Damage(MANIFEST_FILE, error.what.removeprefix(f"{MANIFEST_FILE}: "))]
+        damages = []
+        for file, entry in manifest.files.items():
+            try:
+                with self.open(name, file) as stream:
+                    damage = check_content(file, entry, *hash_stream(stream, progress))
+            except SnapshotDamagedError:
+                damage = Damage(file, "is missing")
+            if damage is not None:
+                damages.append(damage)
+        return damages
+
+    def pin(self, run_id: str, global_step: int, owner: str) -> None:
+        """Keeps a snapshot from being deleted by anybody's retention, for `owner` (any text that names it).
+
+        Raises:
+            StorageError: the store cannot be written.
+        """
+        content = json.dumps({"run_id": run_id, "global_step": global_step, "owner": owner}).encode()
+        self._write_pin(_pin_file(run_id, global_step, owner), content)
+
+    def unpin(self, run_id: str, global_step: int, owner: str) -> None:
+        """Takes the owner's pin back; none is fine."""
+        self._delete_pin(_pin_file(run_id, global_step, owner))
+
+    def pins(self) -> dict[tuple[str, int], list[str]]:
+        """(run id, global step) of all pinned snapshots, with the owners of their pins."""
+        pins: dict[tuple[str, int], list[str]] = {}
+        for file, content in self._read_pins().items():
+            where, owner = parse_name(file.rpartition("-")[0]), "unknown"
+            # A pin counts by its name: a torn one must not free the snapshot.
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                owner = str(json.loads(content)["owner"])
+            if where is not None:
+                pins.setdefault((where[1], where[0]), []).append(owner)
+        return pins
+
+
+def _pin_file(run_id: str, global_step: int, owner: str) -> str:
+    return f"step-{global_step:012d}-{run_id}-{digest(owner.encode())[:12]}"
+
+
+def newest_first(names: Iterable[str]) -> list[StoredSnapshot]:
+    """Snapshots from folder names; other names are passed over."""
+    found = [StoredSnapshot(name, *parsed) for name in names if (parsed := parse_name(name)) is not None]
+    return sorted(found, key=lambda s: (s.global_step, s.run_id), reverse=True)
+
+
+def hash_stream(stream: BinaryIO, progress: Progress = no_progress) -> tuple[int, str]:
+    """(size in bytes, xxh3-128) of what a stream holds."""
+    hasher, size_bytes = xxhash.xxh3_128(), 0
+    while chunk := stream.read(CHUNK_BYTES):
+        hasher.update(chunk)
+        size_bytes += len(chunk)
+        progress(len(chunk))
+    return size_bytes, hasher.hexdigest()
+
+
+def open_store(
+    url: str | Path, storage_options: Mapping[str, Any] | None = None, *, verify_uploads: bool = True
+) -> Store:
+    """The store at a URL.
+
+    Args:
+        url: a path, `file://...`, or whatever fsspec knows: `s3://bucket/prefix`, `gs://`, `az://`, `memory://`.
+        storage_options: passed to fsspec.
+        verify_uploads: read back what was uploaded to an object store.
+
+    Raises:
+        ConfigError: there is no such protocol, its package is missing, or it refuses the options.
+    """
+    from elastictrain.checkpoint.local_store import LocalStore
+
+    text = str(url)
+    protocol, separator, rest = text.partition("://")
+    if not separator:
+        return LocalStore(Path(text))
+    if protocol in ("file", "local"):
+        if not rest.startswith("/"):
+            raise ConfigError(f"checkpoint.url = {text}: needs an absolute path", "Three slashes: file:///path.")
+        return LocalStore(Path(rest))
+    # fsspec is slow to import, and most jobs do not need it.
+    from elastictrain.checkpoint.object_store import ObjectStore
+
+    return ObjectStore(text, storage_options or {}, verify_uploads=verify_uploads)

@@ -1,0 +1,1 @@
+"""Fakes that ship with the package, for our tests and for yours."""
