@@ -117,6 +117,12 @@ class UnsafePathError(ElasticTrainError):
     exit_code = 77  # EX_NOPERM
 
 
+class SnapshotMismatchError(ElasticTrainError):
+    """A snapshot belongs to another run than this one, or holds what cannot be kept."""
+
+    exit_code = 78  # EX_CONFIG
+
+
 class HaltError(ElasticTrainError):
     """The run was stopped on purpose: going on would do harm or lead nowhere. State is kept."""
 
@@ -154,6 +160,7 @@ BY_NAME: dict[str, type[ElasticTrainError]] = {
         StorageError,
         MemoryTierError,
         UnsafePathError,
+        SnapshotMismatchError,
         HaltError,
         WorkerFailedError,
         IllegalTransitionError,

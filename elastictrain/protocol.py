@@ -6,7 +6,7 @@ The parent lays out an *incarnation folder* under the state directory and starts
 every worker the folder's path. Everything in it has one writer:
 
     runs/0001/spec.json         the resolved job and what the parent decided      parent, before the start
-    runs/0001/board             the stop board (below)                            rank zero; any rank may ask
+    runs/0001/board             the stop board (below)                            rank zero; anyone may ask
     runs/0001/error-<rank>.json why a rank ended, where we can explain it         that rank, atomically
     runs/0001/outcome.json      how the incarnation ended                         rank zero, atomically
     runs/0001/logs/             the agent's own folder                            agent
@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from elastictrain.errors import BY_NAME, ElasticTrainError, WorkerFailedError
+from elastictrain.errors import BY_NAME, ElasticTrainError, StateDirError, WorkerFailedError
 
 SPEC_FILE = "spec.json"
 BOARD_FILE = "board"
@@ -35,6 +35,7 @@ LOG_DIR = "logs"
 METRICS_FILE = "metrics.jsonl"
 IDENTITY_FILE = "job.json"
 RUNS_DIR = "runs"
+SNAPSHOTS_DIR = "snapshots"
 LOCK_FILE = "lock"
 
 ENV_RUN_DIR = "ELASTICTRAIN_RUN_DIR"
@@ -70,6 +71,56 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class JobIdentity:
+    """What a job keeps over all its starts, in job.json.
+
+    Args:
+        run_id: lineage of its snapshots, eight hex digits; `--fresh` makes a new one.
+        global_batch_size: fixed at the first start from `accumulation_steps`; None where the job file fixes it.
+        source: the snapshot of another run that it began with.
+    """
+
+    run_id: str
+    global_batch_size: int | None
+    source: SnapshotSource | None = None
+
+    def write(self, state_dir: Path) -> None:
+        write_json(state_dir / IDENTITY_FILE, asdict(self))
+
+    @classmethod
+    def read(cls, state_dir: Path) -> JobIdentity | None:
+        """The identity, or None before the first start.
+
+        Raises:
+            StateDirError: it is there and cannot be read.
+        """
+        path = state_dir / IDENTITY_FILE
+        try:
+            fields = json.loads(path.read_text())
+            source = fields.pop("source")
+            return cls(source=SnapshotSource(**source) if source is not None else None, **fields)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StateDirError(f"{path} cannot be read: {error}", "Restore it, or use another --state-dir.") from error
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotSource:
+    """A snapshot of another run.
+
+    Args:
+        url: the store it is in.
+        run_id: its run.
+        global_step: its step.
+    """
+
+    url: str
+    run_id: str
+    global_step: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunSpec:
     """What the parent hands to the workers of one incarnation.
 
@@ -79,6 +130,10 @@ class RunSpec:
         job_dir: folder of job.toml, put first on the module path; None for an example that ships in the package.
         config: the resolved job, as plain data.
         kept_global_batch_size: what an earlier start fixed from `accumulation_steps`; None at the first start.
+        run_id: lineage of the run's snapshots, eight hex digits.
+        source: a snapshot of another run to begin with, while there is none of this run.
+        allowed_differences: names of what a snapshot may have differently (`core.identity.ALLOWABLE`).
+        mean_time_between_failures_s: as seen so far, for the interval between snapshots.
     """
 
     incarnation: int
@@ -86,13 +141,19 @@ class RunSpec:
     job_dir: str | None
     config: dict[str, Any]
     kept_global_batch_size: int | None
+    run_id: str
+    source: SnapshotSource | None
+    allowed_differences: list[str]
+    mean_time_between_failures_s: float
 
     def write(self, run_dir: Path) -> None:
         write_json(run_dir / SPEC_FILE, asdict(self))
 
     @classmethod
     def read(cls, run_dir: Path) -> RunSpec:
-        return cls(**json.loads((run_dir / SPEC_FILE).read_text()))
+        fields = json.loads((run_dir / SPEC_FILE).read_text())
+        source = fields.pop("source")
+        return cls(source=SnapshotSource(**source) if source is not None else None, **fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +201,14 @@ def read_error_reports(run_dir: Path) -> list[ErrorReport]:
 class StopBoard:
     """How the ranks of one node agree, without a message, after which step to stop.
 
-    Two 64-bit words in a shared mapping: *asked*, set by any rank that was told to stop, and *after*, one more than
-    the global step after which all stop. Only rank zero writes *after*, before it enters its window's reduction; the
+    Three 64-bit words in a shared mapping: *asked*, set by whoever was told to stop, a rank or the parent; *after*, one
+    more than the global step after which all stop; *hurry*, set by whoever was told a second time: nothing is waited
+    for any more. Only rank zero writes *after*, before it enters its window's reduction; the
     others read it once their own reduction is over. A reduction ends on no rank before every rank has entered it, so
     all see the same value at the end of the same step.
     """
 
-    SIZE_BYTES = 16
+    SIZE_BYTES = 24
 
     def __init__(self, path: Path | None) -> None:
         if path is None:
@@ -173,6 +235,13 @@ class StopBoard:
     @property
     def asked(self) -> bool:
         return self._words[0] != 0
+
+    def ask_to_hurry(self) -> None:
+        self._words[2] = 1
+
+    @property
+    def hurry(self) -> bool:
+        return self._words[2] != 0
 
     def stop_after(self, step: int) -> None:
         self._words[1] = step + 1

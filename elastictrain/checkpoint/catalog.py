@@ -186,7 +186,7 @@ def open_candidate(candidate: Candidate, scratch: Path, progress: Progress = no_
             assert store is not None
             manifest = store.read_manifest(candidate.name)
 
-            def map_file(file: str) -> memoryview:
+            def map_stored(file: str) -> memoryview:
                 return map_read_only(os.open(store.fetch(candidate.name, file, scratch), os.O_RDONLY | os.O_CLOEXEC))
 
         buffers: dict[str, memoryview] = {}

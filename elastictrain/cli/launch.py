@@ -1,7 +1,7 @@
 """Starts the worker group of a job and follows it to its end.
 
-The parent lays out the incarnation's folder, starts the agent in a session of its own (a Ctrl-C reaches the parent
-only, which then asks the agent politely, once), reads its output line by line, and explains how it ended.
+The parent starts the agent in a session of its own, reads its output line by line, and explains how it ended. A Ctrl-C
+reaches the parent only; it asks the ranks to stop through the stop board, which needs no signal and no answer.
 """
 
 from __future__ import annotations
@@ -11,28 +11,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from filelock import FileLock, Timeout
-
-from elastictrain.config import LoadedJob
-from elastictrain.errors import BusyError, ElasticTrainError, StateDirError, WorkerFailedError
-from elastictrain.protocol import (
-    BOARD_FILE,
-    IDENTITY_FILE,
-    LOCK_FILE,
-    OUTCOME_FILE,
-    RUNS_DIR,
-    RunSpec,
-    StopBoard,
-    read_error_reports,
-    write_json,
-)
+from elastictrain.errors import WorkerFailedError
+from elastictrain.protocol import BOARD_FILE, OUTCOME_FILE, StopBoard, read_error_reports
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +51,26 @@ def parse_line(line: str) -> Event | Printed:
     return Printed(text)
 
 
+STOP_GRACE_S = 10.0
+"""Between being told to hurry and being killed."""
+
+
 class Incarnation:
     """One life of a job's worker group.
 
     Args:
         run_dir: its folder.
         number: from 1, never reused within a state directory.
+        stop_deadline_s: after this time a stop that was asked for is enforced.
     """
 
-    def __init__(self, run_dir: Path, number: int) -> None:
+    def __init__(self, run_dir: Path, number: int, stop_deadline_s: float) -> None:
         self.run_dir = run_dir
         self.number = number
+        self._stop_deadline_s = stop_deadline_s
         self._agent: subprocess.Popen[str] | None = None
-        self._asked_to_stop = False
+        self._board = StopBoard(run_dir / BOARD_FILE)
+        self._enforcers: list[threading.Timer] = []
 
     def start(self) -> None:
         """Starts the agent."""
@@ -103,10 +98,19 @@ class Incarnation:
             yield parse_line(line)
 
     def ask_to_stop(self) -> None:
-        """Has the ranks finish their step and end. Asked once: a second signal to the agent restarts its grace."""
-        if self._agent is not None and not self._asked_to_stop:
-            self._asked_to_stop = True
-            self._agent.send_signal(signal.SIGTERM)
+        """Has the ranks finish their step, keep their state and end; asked again, not wait for storage."""
+        if self._board.asked:
+            self._board.ask_to_hurry()
+            return
+        self._board.ask()
+        self._enforce_after(self._stop_deadline_s, self._board.ask_to_hurry)
+        self._enforce_after(self._stop_deadline_s + STOP_GRACE_S, self.kill)
+
+    def _enforce_after(self, delay_s: float, action: Callable[[], None]) -> None:
+        timer = threading.Timer(delay_s, action)
+        timer.daemon = True
+        timer.start()
+        self._enforcers.append(timer)
 
     def wait(self) -> dict[str, Any]:
         """Waits for the end.
@@ -134,88 +138,16 @@ class Incarnation:
 
     def kill(self) -> None:
         """Ends the agent, and with it all ranks, at once."""
+        for timer in self._enforcers:
+            timer.cancel()
         if self._agent is not None and self._agent.poll() is None:
             self._agent.kill()
             self._agent.wait()
 
 
-class StateDir:
-    """A job's state directory: everything the job writes is in it.
-
-    Args:
-        path: made if missing.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
-        try:
-            (self.path / RUNS_DIR).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StateDirError(
-                f"the state directory {self.path} cannot be made: {error.strerror}",
-                "Name another with --state-dir DIR.",
-            ) from error
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Holds the directory for this process.
-
-        Raises:
-            BusyError: another process has it.
-        """
-        lock = FileLock(self.path / LOCK_FILE)
-        owner = self.path / f"{LOCK_FILE}.pid"
-        try:
-            lock.acquire(timeout=0)
-        except Timeout as error:
-            pid = owner.read_text().strip() if owner.exists() else "unknown"
-            raise BusyError(
-                f"{self.path} is in use by process {pid}",
-                "Stop that run first, or give this one another --state-dir.",
-            ) from error
-        except OSError as error:
-            raise StateDirError(f"{self.path} cannot be written: {error.strerror}") from error
-        try:
-            owner.write_text(f"{os.getpid()}\n")
-            yield
-        finally:
-            owner.unlink(missing_ok=True)
-            lock.release()
-
-    def kept_global_batch_size(self) -> int | None:
-        """What an earlier start fixed; None before the first."""
-        path = self.path / IDENTITY_FILE
-        if not path.exists():
-            return None
-        try:
-            return int(json.loads(path.read_text())["global_batch_size"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StateDirError(f"{path} cannot be read: {error}", "Restore it, or use another --state-dir.") from error
-
-    def keep_global_batch_size(self, size: int) -> None:
-        write_json(self.path / IDENTITY_FILE, {"global_batch_size": size})
-
-    def new_incarnation(self, job: LoadedJob) -> Incarnation:
-        """Lays out the folder of the next incarnation."""
-        numbers = [int(p.name) for p in (self.path / RUNS_DIR).iterdir() if p.name.isdigit()]
-        number = max(numbers, default=0) + 1
-        run_dir = self.path / RUNS_DIR / f"{number:04d}"
-        run_dir.mkdir()
-        StopBoard.create(run_dir / BOARD_FILE)
-        kept = self.kept_global_batch_size() if job.config.train.global_batch_size is None else None
-        RunSpec(
-            incarnation=number,
-            state_dir=str(self.path),
-            job_dir=str(job.module_dir) if job.module_dir is not None else None,
-            config=job.config.model_dump(mode="json"),
-            kept_global_batch_size=kept,
-        ).write(run_dir)
-        return Incarnation(run_dir, number)
-
-
 @contextmanager
 def stopping_on_signals(incarnation: Incarnation) -> Iterator[None]:
-    """SIGINT and SIGTERM ask the ranks to stop; a third SIGINT ends them."""
+    """SIGINT and SIGTERM ask the ranks to stop, a second one to hurry; a third SIGINT ends them."""
     count = 0
 
     def handle(signum: int, _frame: FrameType | None) -> None:
@@ -245,7 +177,5 @@ def run_to_end(incarnation: Incarnation, show: Any) -> dict[str, Any]:
             for line in incarnation.lines():
                 show(line)
             return incarnation.wait()
-    except ElasticTrainError:
-        raise
     finally:
         incarnation.kill()

@@ -11,7 +11,10 @@ import typer
 from elastictrain.cli.options import JobArgument, SetOption
 from elastictrain.cli.views import JsonView, Output, PrettyView, View
 from elastictrain.config import load_job
+from elastictrain.core.identity import ALLOWABLE
+from elastictrain.errors import UsageError
 from elastictrain.logs import make_logger
+from elastictrain.protocol import SNAPSHOTS_DIR
 
 DEFAULT_ROOT = Path("checkpoints")
 
@@ -27,6 +30,29 @@ def run(
             help="Where everything this run writes goes. Default: checkpoints/<job>.",
         ),
     ] = None,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh", help="Begin a new run, whatever snapshots there are. They are kept, and not looked at again."
+        ),
+    ] = False,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="URL[@STEP]",
+            help="Begin a new run with a snapshot of another: its store (a folder or an fsspec URL), or its state "
+            "directory; the newest, or that of STEP.",
+        ),
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow",
+            metavar="NAME",
+            help=f"Let a snapshot differ from this run in NAME ({', '.join(ALLOWABLE)}). Repeatable.",
+        ),
+    ] = None,
     output: Annotated[
         Output,
         typer.Option(
@@ -34,26 +60,39 @@ def run(
         ),
     ] = Output.AUTO,
 ) -> None:
-    """Train a job.
+    """Train a job; go on where it stopped.
 
     JOB is a job.toml, the folder of one, or an example by name: stdlib-lm, digits.
 
-    Ctrl-C, or SIGTERM, lets all ranks finish their step and ends the run in good order.
+    A job that was stopped, however, goes on from its newest snapshot. Ctrl-C, or SIGTERM, lets all ranks finish their
+    step, keeps the state and ends the run; a second one does not wait for storage.
 
     Example: elastictrain run stdlib-lm --set train.max_steps=50 --set elastic.nproc_per_node=1
     """
     # Imported here, so that `--help` and completion answer at once.
-    from elastictrain.cli.launch import StateDir, run_to_end
+    from elastictrain.checkpoint.store import open_store
+    from elastictrain.cli.launch import run_to_end
+    from elastictrain.cli.lineage import find_source
+    from elastictrain.cli.state_dir import StartOptions, StateDir
 
+    unknown = [name for name in allow or [] if name not in ALLOWABLE]
+    if unknown:
+        raise UsageError(f"--allow {unknown[0]}: not one of {', '.join(ALLOWABLE)}")
     loaded = load_job(job, overrides or [])
-    name = loaded.config.name
-    state = StateDir(state_dir if state_dir is not None else DEFAULT_ROOT / name)
+    config = loaded.config
+    state = StateDir(state_dir if state_dir is not None else DEFAULT_ROOT / config.name)
+    url = config.checkpoint.url or str(state.path / SNAPSHOTS_DIR)
+    store = open_store(url, config.checkpoint.storage_options)
+    options = StartOptions(
+        fresh=fresh,
+        source=find_source(source, config.checkpoint.storage_options) if source is not None else None,
+        allowed_differences=tuple(allow or ()),
+    )
     with state.locked():
-        incarnation = state.new_incarnation(loaded)
-        with _view(output, name, incarnation.number) as view:
+        identity = state.identify(config, store, options)
+        incarnation = state.new_incarnation(loaded, identity, options)
+        with _view(output, config.name, incarnation.number) as view:
             outcome = run_to_end(incarnation, view.show)
-        if loaded.config.train.global_batch_size is None:
-            state.keep_global_batch_size(outcome["global_batch_size"])
         view.summary(outcome, str(state.path))
 
 

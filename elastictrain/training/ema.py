@@ -33,6 +33,12 @@ class Ema:
             list(self.averages.values()), [p.detach() for p in self._parameters.values()], 1.0 - self.decay
         )
 
+    @torch.no_grad()
+    def restart(self) -> None:
+        """The average begins anew from the present weights."""
+        for average, parameter in zip(self.averages.values(), self._parameters.values(), strict=True):
+            average.copy_(parameter)
+
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """The model holds the averages inside, and exactly its own weights again afterwards."""

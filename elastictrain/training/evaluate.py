@@ -18,6 +18,7 @@ from torch import Tensor
 from elastictrain.core.seeds import Stream, derive
 from elastictrain.core.window import split
 from elastictrain.errors import TaskError
+from elastictrain.training.collectives import broadcast_bytes
 from elastictrain.training.data import FetchFailed, SeededReader, batches, to_device
 from elastictrain.training.device import Place
 from elastictrain.training.ema import Ema
@@ -127,7 +128,8 @@ class Evaluator:
     def _reduce(self, totals: dict[str, Tensor]) -> dict[str, float]:
         names = sorted(totals)
         if self._place.world_size > 1:
-            names = _names_of_rank_zero(names, self._place)
+            # Rank zero always has a batch, so it knows all names; the last ranks may have none.
+            names = json.loads(broadcast_bytes(json.dumps(names).encode(), 0, self._place))
             unknown = set(totals) - set(names)
             if unknown:
                 raise TaskError(
@@ -144,16 +146,3 @@ class Evaluator:
             f"{self.name}/{name}": total / weight if weight else float("nan")
             for name, (total, weight) in zip(names, rows, strict=True)
         }
-
-
-def _names_of_rank_zero(names: list[str], place: Place) -> list[str]:
-    """Rank zero always has a batch, so it knows all names; the last ranks may have none."""
-    data = json.dumps(names).encode()
-    size = torch.tensor([len(data)], dtype=torch.int64, device=place.device)
-    dist.broadcast(size, src=0)
-    body = torch.zeros(int(size.item()), dtype=torch.uint8, device=place.device)
-    if place.is_rank_zero:
-        body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(body, src=0)
-    known: list[str] = json.loads(bytes(body.cpu().numpy()))
-    return known

@@ -13,12 +13,14 @@ import torch
 from elastictrain.config.schema import JobConfig
 from elastictrain.core.advice import Advice, batchnorm_advice, schedule_advice
 from elastictrain.core.batch import BatchPlan, resolve_batch
+from elastictrain.core.identity import DataIdentity
 from elastictrain.core.seeds import Stream, derive
 from elastictrain.core.skips import SkipWatch
 from elastictrain.core.window import WindowPlan
 from elastictrain.errors import DataError
 from elastictrain.logs import Logger
 from elastictrain.protocol import METRICS_FILE, RunSpec
+from elastictrain.training.checkpointing import Checkpointing
 from elastictrain.training.data import SeededReader, batches
 from elastictrain.training.device import Place
 from elastictrain.training.ema import Ema
@@ -30,6 +32,7 @@ from elastictrain.training.precision import Precision
 from elastictrain.training.replica import Replica
 from elastictrain.training.report import Reporter
 from elastictrain.training.session import Session
+from elastictrain.training.state import TrainingState
 from elastictrain.training.task import BoundTask, import_task
 from elastictrain.training.timing import DeviceTimer
 from elastictrain.training.update import Updater, make_optimizer
@@ -111,6 +114,22 @@ def run_job(spec: RunSpec, session: Session, log: Logger) -> Outcome:
     scheduler = task.build_scheduler(optimizer, limits.num_steps)
     _advise_before_start(advise, replica, scheduler, limits, batch, place, config)
 
+    state = TrainingState(
+        session=session,
+        module=replica.module,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        precision=precision,
+        ema=ema,
+        task=task,
+        data=DataIdentity(session.seed, len(train_data), config.data.shuffle, getattr(train_data, "fingerprint", None)),
+        batch=batch,
+    )
+    checkpointing = Checkpointing(spec, config, session, log)
+    restored = checkpointing.restore(state)
+    if restored is not None:
+        session.resume(restored.counters)
+
     reader = SeededReader(
         train_data,
         seed=session.seed,
@@ -179,6 +198,7 @@ def run_job(spec: RunSpec, session: Session, log: Logger) -> Outcome:
         limits=limits,
         stream=stream,
         skip_watch=SkipWatch(config.train.max_consecutive_skips),
+        snapshotter=checkpointing.snapshotter(state, restored),
         report_every=config.metrics.every_steps,
         eval_every_steps=config.eval.every_steps,
         eval_every_epochs=config.eval.every_epochs,
@@ -202,7 +222,10 @@ def run_job(spec: RunSpec, session: Session, log: Logger) -> Outcome:
         complete = loop.run()
         if complete and config.eval.at_end:
             loop.evaluate()
-        reason = "complete" if complete else f"stopped: {session.stop_reason}"
+        kept = checkpointing.finish(complete=complete)
+        reason = "complete" if complete else f"preempted ({session.stop_reason})"
+        if not complete and kept.step is not None:
+            reason += f", snapshot of step {kept.step} {'durable' if kept.durable else 'in the memory tier only'}"
         totals = reporter.totals
         summary = {
             "kind": "summary",
@@ -224,6 +247,7 @@ def run_job(spec: RunSpec, session: Session, log: Logger) -> Outcome:
         if writer is not None:
             writer.write([summary])
     finally:
+        checkpointing.close()
         if writer is not None:
             writer.close()
     session.enter_exit()

@@ -29,6 +29,7 @@ from elastictrain.training.precision import Precision
 from elastictrain.training.replica import Replica
 from elastictrain.training.report import Reporter, StepRecord
 from elastictrain.training.session import Session, Step
+from elastictrain.training.snapshot import Snapshotter
 from elastictrain.training.task import BoundTask
 from elastictrain.training.timing import DeviceTimer
 from elastictrain.training.update import Updater
@@ -90,6 +91,7 @@ class Loop:
         limits: when the run is complete.
         stream: this rank's batches, in order.
         skip_watch: halts a run that only skips.
+        snapshotter: keeps the state, on the rank that does; None on the others.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Loop:
         limits: Limits,
         stream: Iterator[Any],
         skip_watch: SkipWatch,
+        snapshotter: Snapshotter | None,
         report_every: int,
         eval_every_steps: int | None,
         eval_every_epochs: int | None,
@@ -132,6 +135,7 @@ class Loop:
         self._limits = limits
         self._stream = stream
         self._skip_watch = skip_watch
+        self._snapshotter = snapshotter
         self._report_every = report_every
         self._eval_every_steps = eval_every_steps
         self._eval_every_epochs = eval_every_epochs
@@ -155,6 +159,10 @@ class Loop:
             epochs_before = self._plan.epochs_done(session.sample_position)
             self._step(step)
             number = session.global_step
+            if self._snapshotter is not None and self._snapshotter.due(number):
+                session.enter(Phase.SNAPSHOT)
+                self._snapshotter.take()
+                session.enter(Phase.READY)
             if number % self._report_every == 0:
                 self._reporter.report()
             epoch_ended = self._plan.epochs_done(session.sample_position) // (self._eval_every_epochs or 1) > (
@@ -178,6 +186,7 @@ class Loop:
             return
         session.settle()
         session.enter(Phase.EVAL)
+        self._before_change()  # evaluating puts other weights in for a while
         ema = self._ema if self._eval_with_ema else None
         values: dict[str, float] = {}
         for evaluator in self._evaluators:
@@ -240,6 +249,7 @@ class Loop:
                 self._replica.reduce_by_hand()
             self._timer.mark()
         session.enter(Phase.OPTIMIZER)
+        self._before_change()
         session.settle()
         lr = self._optimizer.param_groups[0]["lr"]
         scale = self._precision.scale()
@@ -257,6 +267,11 @@ class Loop:
             )
         )
         session.commit(result.applied)
+
+    def _before_change(self) -> None:
+        """The state is about to change: a snapshot that is still being copied must be done first."""
+        if self._snapshotter is not None:
+            self._snapshotter.before_change()
 
     def _fetch(self, step: Step) -> Any:
         batch = next(self._stream)

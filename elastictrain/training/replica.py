@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elastictrain.config.schema import DdpConfig, ModelConfig
 from elastictrain.errors import ConfigError, ReplicaMismatchError
+from elastictrain.training.collectives import gather_ints
 from elastictrain.training.device import Place
 
 
@@ -206,14 +207,14 @@ def check_equal_on_all_ranks(model: nn.Module, place: Place) -> None:
     named = list(model.state_dict().items())
     tensors = [(name, value) for name, value in named if isinstance(value, Tensor)]
     names_digest = xxhash.xxh3_64("\0".join(name for name, _ in tensors).encode()).intdigest() >> 1
-    counts = _gather([len(tensors), names_digest], place)
+    counts = gather_ints([len(tensors), names_digest], place)
     if len({tuple(row) for row in counts}) > 1:
         listing = ", ".join(f"rank {rank}: {row[0]} tensors" for rank, row in enumerate(counts))
         raise ReplicaMismatchError(
             f"the model is not built the same on all ranks: {listing}",
             "model() must not depend on the rank.",
         )
-    digests = _gather([tensor_digest(value) for _, value in tensors], place)
+    digests = gather_ints([tensor_digest(value) for _, value in tensors], place)
     for column, (name, _) in enumerate(tensors):
         different = [rank for rank, row in enumerate(digests) if row[column] != digests[0][column]]
         if different:
@@ -223,11 +224,3 @@ def check_equal_on_all_ranks(model: nn.Module, place: Place) -> None:
                 "model() is called with the same seed everywhere; it must not draw from other generators, read the "
                 "clock or the rank, or load different files.",
             )
-
-
-def _gather(values: list[int], place: Place) -> list[list[int]]:
-    """One row of integers per rank."""
-    mine = torch.tensor(values, dtype=torch.int64, device=place.device)
-    rows = [torch.empty_like(mine) for _ in range(place.world_size)]
-    dist.all_gather(rows, mine)
-    return [row.tolist() for row in rows]

@@ -81,6 +81,12 @@ class Session:
         self._since_s = perf_counter()
         self._phase_s = [0.0] * len(Phase)
 
+    def resume(self, counters: Counters) -> None:
+        """Goes on from a snapshot's counters; before the first step only."""
+        if self._phase is not Phase.INIT:
+            raise UsageError("resume after the first step", "Resume a session before its first begin_step.")
+        self._counters = counters
+
     # ---- phases
 
     @property
@@ -199,10 +205,18 @@ class Session:
     # ---- stopping
 
     def request_stop(self, reason: str) -> None:
-        """Asks all ranks to stop after a step they agree on. Safe in a signal handler."""
+        """Asks all ranks to stop after a step they agree on; asked again, not to wait for storage either. Safe in a
+        signal handler."""
         if self.stop_reason is None:
             self.stop_reason = reason
+        else:
+            self._board.ask_to_hurry()
         self._board.ask()
+
+    @property
+    def hurry(self) -> bool:
+        """True when the stop was asked for a second time: what is not durable by now stays in the memory tier."""
+        return self._board.hurry
 
     @property
     def must_stop(self) -> bool:

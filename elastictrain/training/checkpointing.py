@@ -1,0 +1,267 @@
+"""One rank's part in keeping the run: where its snapshots are, what to begin with, what to leave behind at the end.
+
+Rank zero is the authority: it alone takes snapshots and makes them durable. Every node's local rank zero can read its
+node's memory tier at a start.
+"""
+
+from __future__ import annotations
+
+import platform
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, perf_counter
+
+import torch
+
+from elastictrain import __version__
+from elastictrain.checkpoint.memory_tier import MemoryTier
+from elastictrain.checkpoint.persist_loop import PersisterSettings, Report
+from elastictrain.checkpoint.persister_client import Persister
+from elastictrain.checkpoint.secrets import redact_url
+from elastictrain.checkpoint.store import Store, open_store
+from elastictrain.config.schema import JobConfig
+from elastictrain.core.snapshot_interval import LastSnapshot, SnapshotSchedule
+from elastictrain.errors import SnapshotError
+from elastictrain.logs import Logger
+from elastictrain.protocol import SNAPSHOTS_DIR, RunSpec
+from elastictrain.training.restore import Lookup, Restored, Restorer
+from elastictrain.training.session import Session
+from elastictrain.training.snapshot import Origin, Snapshotter, Taken
+from elastictrain.training.state import TrainingState
+
+WAIT_SLICE_S = 0.1
+"""How often a wait for storage looks whether it was told to hurry."""
+
+
+PERSISTER_LEAVE_S = 0.5
+"""How long to wait, at the end, for an idle persister to leave."""
+CLEAN_TIMEOUT_S = 5.0
+"""How long to wait, at the end, for whoever still reads the memory tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is left behind at the end.
+
+    Args:
+        step: of the newest snapshot; None if there is none.
+        durable: it is in the durable tier, verified.
+    """
+
+    step: int | None
+    durable: bool
+
+
+@contextmanager
+def scratch_folder(state_dir: Path) -> Iterator[Path]:
+    """A folder for downloads, gone at the end; what a killed process left goes with the next."""
+    root = state_dir / "scratch"
+    root.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+class Checkpointing:
+    """A rank's snapshots.
+
+    Args:
+        spec: what the parent decided.
+        config: the job.
+        session: this rank's session.
+        log: for events.
+    """
+
+    def __init__(self, spec: RunSpec, config: JobConfig, session: Session, log: Logger) -> None:
+        self._spec = spec
+        self._config = config.checkpoint
+        self._session = session
+        self._log = log
+        place = session.place
+        state_dir = Path(spec.state_dir)
+        self._url = self._config.url or str(state_dir / SNAPSHOTS_DIR)
+        self._tiers: tuple[MemoryTier, ...] = ()
+        if place.local_rank == 0:
+            self._tiers = self._open_tiers(config.name, state_dir)
+        self._store: Store | None = None
+        if place.is_rank_zero:
+            self._store = open_store(
+                self._url, self._config.storage_options, verify_uploads=self._config.verify_uploads
+            )
+        self._origin = Origin(
+            config.name,
+            spec.run_id,
+            {"elastictrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        )
+        self._durable_at_start: int | None = None
+        self._persister: Persister | None = None
+        self._snapshotter: Snapshotter | None = None
+
+    def _open_tiers(self, job: str, state_dir: Path) -> tuple[MemoryTier, ...]:
+        """The memory tier, and the folder that stands in for it where it is off or has no room."""
+        staging = MemoryTier.staging(state_dir)
+        if not self._config.memory_tier:
+            return (staging,)
+        budget_mb = self._config.memory_budget_mb
+        memory = MemoryTier.for_job(
+            Path(self._config.memory_path),
+            job=job,
+            state_dir=state_dir,
+            budget_bytes=budget_mb << 20 if budget_mb is not None else None,
+        )
+        return memory, staging
+
+    # ---- the start
+
+    def restore(self, state: TrainingState) -> Restored | None:
+        """Brings the newest snapshot of this run into `state`, or that of the run it comes from. Collective.
+
+        Returns:
+            what was found; None for a fresh start.
+        """
+        began_s = perf_counter()
+        allowed = frozenset(self._spec.allowed_differences)
+        restorer = Restorer(self._session.place, allowed=allowed, on_damaged=self._damaged)
+        with scratch_folder(Path(self._spec.state_dir)) as scratch:
+            restored = restorer.restore(state, Lookup(self._tiers, self._store, self._spec.run_id, scratch))
+            source = self._spec.source
+            if restored is None and source is not None:
+                store = open_store(source.url, self._config.storage_options) if self._store is not None else None
+                restored = restorer.restore(state, Lookup((), store, source.run_id, scratch, step=source.global_step))
+                if restored is None:
+                    raise SnapshotError(
+                        f"the snapshot of step {source.global_step} to begin with is not in {source.url} any more",
+                        "Name another with --from.",
+                    )
+            elif restored is not None and restored.tier == "durable":
+                self._durable_at_start = restored.counters.global_step
+        if restored is None:
+            return None
+        self._log.info(
+            "restored",
+            from_tier=restored.tier,
+            global_step=restored.counters.global_step,
+            sample_position=restored.counters.sample_position,
+            written_by_world_size=restored.world_size,
+            seconds=round(perf_counter() - began_s, 4),
+        )
+        return restored
+
+    def _damaged(self, where: str, reason: str) -> None:
+        self._log.warning("snapshot_passed_over", where=where, reason=reason)
+
+    def snapshotter(self, state: TrainingState, restored: Restored | None) -> Snapshotter | None:
+        """What takes this rank's snapshots; None on the ranks that take none."""
+        if not self._session.place.is_rank_zero:
+            return None
+        config = self._config
+        self._persister = Persister(
+            PersisterSettings(
+                url=self._url,
+                storage_options=config.storage_options,
+                verify_uploads=config.verify_uploads,
+                keep_last=config.keep_last,
+                keep_every=config.keep_every,
+                storage_timeout_s=config.storage_timeout_s,
+                lock_path=str(Path(self._spec.state_dir) / "persister.lock"),
+            ),
+            self._reported,
+        )
+        self._snapshotter = Snapshotter(
+            state,
+            self._tiers,
+            self._persister,
+            SnapshotSchedule(config.every_steps, config.every_s, config.is_auto, config.max_overhead),
+            first=LastSnapshot(restored.counters.global_step if restored is not None else 0, perf_counter()),
+            mean_time_between_failures_s=self._spec.mean_time_between_failures_s,
+            origin=self._origin,
+            device=self._session.place.device,
+            log=self._log,
+        )
+        if restored is not None and restored.in_memory is not None:
+            for tier in self._tiers:
+                if tier.root == restored.in_memory.path.parent:
+                    tier.newest = restored.in_memory
+            self._snapshotter.last = restored.in_memory
+            self._persister.submit(restored.in_memory)
+        return self._snapshotter
+
+    def _reported(self, report: Report) -> None:
+        match report.kind:
+            case "persisted":
+                self._log.info("snapshot_durable", at_step=report.global_step, **report.fields)
+            case "started" | "progress" | "tidied" | "superseded":
+                pass
+            case _:
+                self._log.warning(f"persister_{report.kind}", at_step=report.global_step, **report.fields)
+
+    # ---- the end
+
+    def finish(self, *, complete: bool) -> Kept:
+        """Keeps the state of the last step, durably if there is time: without limit at the end of a run, until the
+        deadline when it was stopped, not at all when told to hurry.
+        """
+        snapshotter, persister = self._snapshotter, self._persister
+        if snapshotter is None or persister is None:
+            return Kept(None, durable=False)
+        deadline_s = float("inf") if complete else monotonic() + self._config.preempt_deadline_s
+        step = self._session.global_step
+        newest = snapshotter.wait_committed()
+        if newest is None and self._durable_at_start == step:
+            self._end(clean=True)
+            return Kept(step, durable=True)
+        while newest is None or newest.global_step != step:
+            taken = snapshotter.take()
+            newest = snapshotter.wait_committed()
+            if taken is not Taken.DECLINED or not self._may_wait(deadline_s):
+                break
+            persister.wait(step, WAIT_SLICE_S)
+        if newest is None:
+            self.close()
+            return Kept(None, durable=False)
+        durable = persister.wait(newest.global_step, 0.0)
+        while not durable and self._may_wait(deadline_s):
+            durable = persister.wait(newest.global_step, WAIT_SLICE_S)
+        if durable:
+            self._release_source()
+        else:
+            self._log.warning(
+                "snapshot_not_durable",
+                at_step=newest.global_step,
+                kept_in=str(newest.path),
+                store=redact_url(self._url),
+                last_error=persister.status.last_error,
+            )
+        self._end(clean=durable and newest.global_step == step)
+        return Kept(newest.global_step, durable)
+
+    def _end(self, *, clean: bool) -> None:
+        """Closes; memory that holds nothing but what is durable is given back."""
+        self.close()
+        if clean:
+            for tier in self._tiers:
+                tier.clean(timeout_s=CLEAN_TIMEOUT_S)
+
+    def _may_wait(self, deadline_s: float) -> bool:
+        return not self._session.hurry and monotonic() < deadline_s
+
+    def _release_source(self) -> None:
+        """A run that has durable snapshots of its own needs the other run's no longer."""
+        source = self._spec.source
+        if source is not None:
+            open_store(source.url, self._config.storage_options).unpin(
+                source.run_id, source.global_step, self._spec.run_id
+            )
+
+    def close(self) -> None:
+        """Lets go of everything. What the persister was asked for it goes on with, after this process as well."""
+        if self._snapshotter is not None:
+            self._snapshotter.close()
+            self._snapshotter = None
+        if self._persister is not None:
+            self._persister.close(finish=True, timeout_s=PERSISTER_LEAVE_S)
+            self._persister = None
+        for tier in self._tiers:
+            tier.close()

@@ -1,0 +1,178 @@
+"""Finds the newest snapshot that any rank can read, and gives its state to all.
+
+Every node's local rank zero looks into its memory tier, rank zero also into the durable tier, but there only for what
+is newer. The ranks agree on the newest; its holder reads it and broadcasts tensor by tensor, straight into the tensors
+of the run, so that memory use stays near one copy of the state.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from elastictrain.checkpoint.catalog import Candidate, SnapshotReader, first_sound, newest_first
+from elastictrain.checkpoint.format import TensorSpec
+from elastictrain.checkpoint.memory_tier import MemorySnapshot, MemoryTier
+from elastictrain.checkpoint.store import Store
+from elastictrain.core.counters import Counters
+from elastictrain.core.identity import refusal
+from elastictrain.errors import SnapshotError, SnapshotMismatchError
+from elastictrain.training.collectives import broadcast_bytes, broadcast_ints, broadcast_tensor, gather_ints
+from elastictrain.training.device import Place
+from elastictrain.training.state import DTYPES, TrainingState
+
+_NONE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Where a rank looks for snapshots.
+
+    Args:
+        tiers: its node's memory tiers, on local rank zero; else none.
+        store: the durable tier, on rank zero; else None.
+        run_id: the run they must be of.
+        step: only the snapshot of this step; None for the newest.
+        scratch: folder for what must be downloaded.
+    """
+
+    tiers: tuple[MemoryTier, ...]
+    store: Store | None
+    run_id: str
+    scratch: Path
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What was taken over.
+
+    Args:
+        counters: where the run goes on.
+        tier: where it was found: "memory" or "durable".
+        world_size: ranks of the run that wrote it.
+        in_memory: the memory tier's snapshot, on the rank that holds it.
+    """
+
+    counters: Counters
+    tier: str
+    world_size: int
+    in_memory: MemorySnapshot | None
+
+
+class Restorer:
+    """Restores a run. All ranks make one and call it the same way.
+
+    Args:
+        place: this rank.
+        allowed: names of differences that are allowed.
+        on_damaged: called with (where, reason) for each snapshot that is passed over.
+    """
+
+    def __init__(self, place: Place, *, allowed: frozenset[str], on_damaged: Callable[[str, str], None]) -> None:
+        self._place = place
+        self._allowed = allowed
+        self._on_damaged = on_damaged
+        self._num_damaged = 0
+
+    def restore(self, state: TrainingState, lookup: Lookup) -> Restored | None:
+        """Brings the newest readable snapshot into `state`; None if there is none at all. Collective.
+
+        Raises:
+            SnapshotError: there are snapshots, and none can be read.
+            SnapshotMismatchError: the newest one belongs to another run.
+            StorageError: the durable tier cannot be reached.
+        """
+        place = self._place
+        in_memory = [c for tier in lookup.tiers for c in newest_first(tier, None, lookup.run_id)]
+        reader = self._open(sorted(in_memory, key=lambda c: -c.global_step), lookup)
+        claims = [row[0] for row in gather_ints([_step_of(reader)], place)]
+        newest = max(claims)
+        if lookup.store is not None:
+            durable = newest_first(None, lookup.store, lookup.run_id)
+            if (better := self._open([c for c in durable if c.global_step > newest], lookup)) is not None:
+                if reader is not None:
+                    reader.close()
+                reader = better
+        claims = [row[0] for row in gather_ints([_step_of(reader)], place)]
+        newest = max(claims)
+        (num_damaged,) = broadcast_ints([self._num_damaged], 0, place)
+        if newest == _NONE:
+            if num_damaged:
+                raise SnapshotError(
+                    f"there are {num_damaged} snapshot(s) of this run, but none of them can be read: the warnings "
+                    "above name each file",
+                    "Repair one, or begin anew with --fresh.",
+                )
+            return None
+        holder = claims.index(newest)
+        try:
+            return self._take_over(state, reader if place.rank == holder else None, holder)
+        finally:
+            if reader is not None:
+                reader.close()
+
+    def _open(self, candidates: list[Candidate], lookup: Lookup) -> SnapshotReader | None:
+        if lookup.step is not None:
+            candidates = [c for c in candidates if c.global_step == lookup.step]
+        return first_sound(candidates, lookup.scratch, self._passed_over)
+
+    def _passed_over(self, candidate: Candidate, reason: str) -> None:
+        self._num_damaged += 1
+        self._on_damaged(candidate.where, reason)
+
+    def _take_over(self, state: TrainingState, reader: SnapshotReader | None, holder: int) -> Restored:
+        place = self._place
+        message = b""
+        if reader is not None:
+            layouts = {file: reader.layout(file) for file in reader.files if file.endswith(".safetensors")}
+            specs = {f: {n: [s.dtype, list(s.shape)] for n, s in lay.specs.items()} for f, lay in layouts.items()}
+            message = json.dumps({"trainer": reader.trainer, "specs": specs, "tier": reader.candidate.tier}).encode()
+        told = json.loads(broadcast_bytes(message, holder, place))
+        trainer: dict[str, Any] = told["trainer"]
+        wanted = {
+            file: {name: TensorSpec(dtype, tuple(shape)) for name, (dtype, shape) in named.items()}
+            for file, named in told["specs"].items()
+        }
+        reason = refusal(state.differences(trainer, wanted), self._allowed)
+        if reason is not None:
+            raise SnapshotMismatchError(
+                f"the snapshot of step {trainer['counters']['global_step']} is of a run that differs from this one:\n"
+                f"{reason}",
+                "Restore the old value, allow the difference (--allow NAME), or begin anew with --fresh.",
+            )
+        targets = state.targets(trainer, wanted)
+        for file, named in targets.items():
+            for name, target in named.items():
+                if reader is not None:
+                    begin, _ = layouts[file].offsets[name]
+                    _read_into(target, reader.buffer(file), begin, wanted[file][name])
+                broadcast_tensor(target, holder, place)
+        counters = state.load(trainer, targets)
+        in_memory = reader.candidate.memory if reader is not None else None
+        return Restored(counters, told["tier"], trainer["world_size"], in_memory)
+
+
+def _step_of(reader: SnapshotReader | None) -> int:
+    return reader.manifest.global_step if reader is not None else _NONE
+
+
+@torch.no_grad()
+def _read_into(target: Tensor, buffer: memoryview, begin: int, spec: TensorSpec) -> None:
+    """Copies a tensor out of a mapped file, bit for bit."""
+    if spec.size_bytes == 0:
+        return
+    is_direct = target.device.type == "cpu" and target.is_contiguous()
+    staged = target if is_direct else torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
+    address = np.frombuffer(buffer, dtype=np.uint8).ctypes.data
+    ctypes.memmove(staged.data_ptr(), address + begin, spec.size_bytes)
+    if not is_direct:
+        target.copy_(staged)

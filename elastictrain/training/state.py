@@ -1,0 +1,322 @@
+"""The whole state of a run, as named tensors and plain data, and back.
+
+What is in a snapshot is decided here, and nothing but here: the model, the optimizer by parameter name, the averaged
+weights, the scheduler, the scaler, the counters, the identity of the data order, the task's own state. Tensors are
+handed out as they are, not copied: who keeps them must copy them before the next update (`training.snapshot`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from elastictrain.checkpoint.format import TensorSpec
+from elastictrain.checkpoint.tree import decode, encode
+from elastictrain.core.batch import BatchPlan
+from elastictrain.core.counters import Counters
+from elastictrain.core.identity import DataIdentity, Difference
+from elastictrain.errors import SnapshotMismatchError
+from elastictrain.training.ema import Ema
+from elastictrain.training.precision import Precision
+from elastictrain.training.session import Session
+from elastictrain.training.task import BoundTask
+
+MODEL_FILE = "model.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+EMA_FILE = "ema.safetensors"
+STATE_FILE = "state.safetensors"
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""safetensors' names of the dtypes that can be kept."""
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+TensorFiles = dict[str, dict[str, Tensor]]
+"""Tensors by file and name."""
+
+
+@dataclass(slots=True)
+class Captured:
+    """The state at one step.
+
+    Args:
+        counters: where the run stands.
+        files: the live tensors.
+        volatile: the names, by file, of those that a forward pass or the task may change: they must be copied before
+            training goes on. All others change in the optimizer step only.
+        trainer: everything that is not a tensor, plain JSON.
+    """
+
+    counters: Counters
+    files: TensorFiles
+    volatile: dict[str, set[str]]
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+    def specs(self) -> dict[str, dict[str, TensorSpec]]:
+        """Dtype and shape of every tensor, by file and name."""
+        return {file: {name: spec_of(t) for name, t in tensors.items()} for file, tensors in self.files.items()}
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """A tensor's dtype and shape in the snapshot format's words."""
+    if tensor.dtype not in DTYPE_NAMES or tensor.is_sparse or tensor.is_quantized:
+        raise SnapshotMismatchError(
+            f"a tensor of dtype {tensor.dtype} and layout {tensor.layout} cannot be kept in a snapshot",
+            "Snapshots hold dense tensors of the dtypes that safetensors knows.",
+        )
+    return TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+
+
+class TrainingState:
+    """Everything a run is, gathered from its parts.
+
+    Args:
+        session: counters and seed.
+        module: the bare model.
+        optimizer: over the model's parameters.
+        scheduler: None for a constant learning rate.
+        precision: whose scaler is kept, where there is one.
+        ema: averaged weights; None for none.
+        task: whose own state is kept, where it has any.
+        data: identity of the training data's order.
+        batch: batch sizes of this start.
+    """
+
+    def __init__(
+        self,
+        *,
+        session: Session,
+        module: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None,
+        precision: Precision,
+        ema: Ema | None,
+        task: BoundTask,
+        data: DataIdentity,
+        batch: BatchPlan,
+    ) -> None:
+        self._session = session
+        self._module = module
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._precision = precision
+        self._ema = ema
+        self._task = task
+        self._data = data
+        self._batch = batch
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        self._parameter_names = [names.get(id(p), f"outside_model.{i}") for i, p in enumerate(held)]
+        self._parameters = held
+
+    # ---- out
+
+    def capture(self) -> Captured:
+        """The state now. Settles the last update; the session must not be in update."""
+        if self._session.in_update:
+            raise SnapshotMismatchError("a snapshot cannot be taken in the middle of an update")
+        counters = self._session.counters
+        model, aliases, extra = self._model_tensors()
+        parameters = {name for name, _ in self._module.named_parameters()}
+        optimizer_tensors, optimizer_plain = self._optimizer_state()
+        plain, extracted = encode(
+            {
+                "model_extra": extra,
+                "optimizer": optimizer_plain,
+                "scheduler": self._scheduler.state_dict() if self._scheduler is not None else None,
+                "scaler": self._precision.scaler.state_dict() if self._precision.scaler is not None else None,
+                "task": self._task.call("state_dict") if self._task.has("state_dict") else None,
+            },
+            lambda value: isinstance(value, Tensor),
+        )
+        files: TensorFiles = {MODEL_FILE: model, OPTIMIZER_FILE: optimizer_tensors}
+        if self._ema is not None:
+            files[EMA_FILE] = dict(self._ema.averages)
+        if extracted:
+            files[STATE_FILE] = {key: tensor.detach() for key, tensor in extracted.items()}
+        volatile = {MODEL_FILE: set(model) - parameters, STATE_FILE: set(extracted)}
+        trainer = {
+            "counters": asdict(counters),
+            "epoch": counters.sample_position // self._data.length,
+            "data_order": asdict(self._data),
+            "world_size": self._session.place.world_size,
+            "batch": asdict(self._batch),
+            "precision": self._precision.mode,
+            "aliases": {"model": aliases},
+            "optimizer": self._optimizer_form(),
+            "state": plain,
+        }
+        return Captured(counters, files, volatile, trainer)
+
+    def _model_tensors(self) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
+        """The model's tensors, each stored once; further names of the same tensor; state that is no tensor."""
+        tensors: dict[str, Tensor] = {}
+        aliases: dict[str, str] = {}
+        extra: dict[str, Any] = {}
+        seen: dict[tuple[Any, ...], str] = {}
+        for name, value in self._module.state_dict(keep_vars=True).items():
+            if not isinstance(value, Tensor):
+                extra[name] = value
+                continue
+            same = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.device)
+            if value.numel() and same in seen:
+                aliases[name] = seen[same]
+                continue
+            seen[same] = name
+            tensors[name] = value.detach()
+        return tensors, aliases, extra
+
+    def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The optimizer's tensors as `<parameter>/<field>`, and the rest of its state by parameter name."""
+        raw = self._optimizer.state_dict()
+        tensors: dict[str, Tensor] = {}
+        plain: dict[str, dict[str, Any]] = {}
+        for index, fields in raw["state"].items():
+            name = self._parameter_names[index]
+            for key, value in fields.items():
+                if isinstance(value, Tensor):
+                    tensors[f"{name}/{key}"] = value.detach()
+                else:
+                    plain.setdefault(name, {})[key] = value
+        groups = [
+            {**group, "params": [self._parameter_names[i] for i in group["params"]]} for group in raw["param_groups"]
+        ]
+        return tensors, {"plain": plain, "param_groups": groups}
+
+    # ---- in
+
+    def differences(
+        self, trainer: Mapping[str, Any], specs: Mapping[str, Mapping[str, TensorSpec]]
+    ) -> list[Difference]:
+        """What a snapshot has differently from this run and what must not differ unless allowed by name."""
+        found = self._data.differences(DataIdentity(**trainer["data_order"]))
+        mine = {name: spec_of(tensor) for name, tensor in self._model_tensors()[0].items()}
+        theirs = specs[MODEL_FILE]
+        for name in [*mine, *(n for n in theirs if n not in mine)]:
+            if mine.get(name) != theirs.get(name):
+                found.append(
+                    Difference("model", f"{name}: {theirs.get(name, 'absent')}", f"{mine.get(name, 'absent')}")
+                )
+        if trainer["optimizer"] != self._optimizer_form():
+            found.append(Difference("optimizer", trainer["optimizer"], self._optimizer_form()))
+        return found
+
+    def _optimizer_form(self) -> str:
+        sizes = [len(group["params"]) for group in self._optimizer.param_groups]
+        return f"{type(self._optimizer).__name__} over {sizes} parameters"
+
+    def targets(
+        self, trainer: Mapping[str, Any], specs: Mapping[str, Mapping[str, TensorSpec]]
+    ) -> dict[str, dict[str, Tensor]]:
+        """The tensors that a snapshot's tensors are copied into, in a fixed order: this run's own, and new ones for
+        what this run does not have yet, such as the optimizer's moments before its first step."""
+        files: dict[str, dict[str, Tensor]] = {MODEL_FILE: {}, OPTIMIZER_FILE: {}}
+        model = self._model_tensors()[0]
+        files[MODEL_FILE] = {n: model[n] for n, s in specs[MODEL_FILE].items() if n in model and spec_of(model[n]) == s}
+        by_name = dict(zip(self._parameter_names, self._parameters, strict=True))
+        for full_name, spec in specs[OPTIMIZER_FILE].items():
+            name, _, key = full_name.rpartition("/")
+            if name in by_name and (len(spec.shape) == 0 or spec.shape == tuple(by_name[name].shape)):
+                files[OPTIMIZER_FILE][full_name] = self._moment(by_name[name], key, spec)
+        if self._ema is not None and EMA_FILE in specs:
+            averages = self._ema.averages
+            files[EMA_FILE] = {
+                n: averages[n] for n, s in specs[EMA_FILE].items() if n in averages and spec_of(averages[n]) == s
+            }
+        if STATE_FILE in specs:
+            files[STATE_FILE] = {
+                name: torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=self._session.place.device)
+                for name, spec in specs[STATE_FILE].items()
+            }
+        return files
+
+    def _moment(self, parameter: Tensor, key: str, spec: TensorSpec) -> Tensor:
+        dtype = DTYPES[spec.dtype]
+        if spec.shape == tuple(parameter.shape) and parameter.dim():
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        # Step counts live on the host unless the optimizer is fused or capturable (torch.optim.Adam).
+        group = next(g for g in self._optimizer.param_groups if any(p is parameter for p in g["params"]))
+        on_device = key != "step" or group.get("fused") or group.get("capturable")
+        return torch.empty(spec.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+
+    @torch.no_grad()
+    def load(self, trainer: Mapping[str, Any], loaded: Mapping[str, Mapping[str, Tensor]]) -> Counters:
+        """Takes over a snapshot whose tensors have been copied into `targets`.
+
+        Returns:
+            the counters to begin with.
+        """
+        plain = decode(trainer["state"], dict(loaded.get(STATE_FILE, {})))
+        if plain["model_extra"]:
+            self._module.load_state_dict(plain["model_extra"], strict=False)
+        if trainer["optimizer"] == self._optimizer_form():
+            self._load_optimizer(plain["optimizer"], loaded[OPTIMIZER_FILE])
+        if self._scheduler is not None and plain["scheduler"] is not None:
+            _load_scheduler(self._scheduler, plain["scheduler"])
+        if self._precision.scaler is not None and plain["scaler"]:
+            self._precision.scaler.load_state_dict(plain["scaler"])
+        if self._ema is not None and EMA_FILE not in loaded:
+            self._ema.restart()
+        if plain["task"] is not None and self._task.has("load_state_dict"):
+            self._task.call("load_state_dict", plain["task"])
+        return Counters(**trainer["counters"])
+
+    def _load_optimizer(self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        index_of = {name: i for i, name in enumerate(self._parameter_names)}
+        state: dict[int, dict[str, Any]] = {}
+        for name, fields in plain["plain"].items():
+            if name in index_of:
+                state.setdefault(index_of[name], {}).update(fields)
+        for full_name, tensor in tensors.items():
+            name, _, key = full_name.rpartition("/")
+            state.setdefault(index_of[name], {})[key] = tensor
+        mine = self._optimizer.state_dict()["param_groups"]
+        groups = [{**theirs, "params": own["params"]} for own, theirs in zip(mine, plain["param_groups"], strict=True)]
+        # How the update is computed is this start's choice, not the snapshot's.
+        for own, group in zip(mine, groups, strict=True):
+            group.update({k: own[k] for k in ("fused", "foreach", "capturable", "differentiable") if k in own})
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+_SCHEDULE_LAYOUT = ("T_max", "total_steps", "total_iters", "_schedule_phases", "_milestones")
+"""What torch's schedulers keep in their state although it belongs to their construction."""
+
+
+def _load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
+    """Loads a scheduler; where it was laid out for another length, the length of this start holds."""
+    kept = list(_schedule_layouts(scheduler))
+    scheduler.load_state_dict(state)
+    for owner, name, value in kept:
+        setattr(owner, name, value)
+
+
+def _schedule_layouts(scheduler: Any) -> Iterator[tuple[Any, str, Any]]:
+    for name in _SCHEDULE_LAYOUT:
+        if hasattr(scheduler, name):
+            yield scheduler, name, getattr(scheduler, name)
+    for inner in getattr(scheduler, "_schedulers", ()):
+        yield from _schedule_layouts(inner)
+
+
+def total_bytes(files: Mapping[str, Iterable[Tensor]]) -> int:
+    """Bytes of all tensors."""
+    return sum(math.prod(t.shape) * t.element_size() for tensors in files.values() for t in tensors)
