@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -177,6 +178,7 @@ def open_candidate(candidate: Candidate, scratch: Path, progress: Progress = no_
         BusyError: it was overwritten meanwhile.
         StorageError: the store failed.
     """
+    map_file: Callable[[str], memoryview]
     with contextlib.ExitStack() as stack:
         if candidate.memory is not None:
             opened = stack.enter_context(OpenSnapshot(candidate.memory.path, candidate.name))
@@ -185,10 +187,7 @@ def open_candidate(candidate: Candidate, scratch: Path, progress: Progress = no_
             store = candidate.store
             assert store is not None
             manifest = store.read_manifest(candidate.name)
-
-            def map_stored(file: str) -> memoryview:
-                return map_read_only(os.open(store.fetch(candidate.name, file, scratch), os.O_RDONLY | os.O_CLOEXEC))
-
+            map_file = partial(_map_stored, store, candidate.name, scratch)
         buffers: dict[str, memoryview] = {}
         damages = []
         for file, entry in manifest.files.items():
@@ -206,6 +205,10 @@ def open_candidate(candidate: Candidate, scratch: Path, progress: Progress = no_
         if TRAINER_FILE not in buffers:
             raise SnapshotDamagedError(f"{TRAINER_FILE}: is missing")
         return SnapshotReader(candidate, manifest, buffers, stack.pop_all().close)
+
+
+def _map_stored(store: Store, name: str, scratch: Path, file: str) -> memoryview:
+    return map_read_only(os.open(store.fetch(name, file, scratch), os.O_RDONLY | os.O_CLOEXEC))
 
 
 def first_sound(
