@@ -178,17 +178,14 @@ def open_candidate(candidate: Candidate, scratch: Path, progress: Progress = no_
         StorageError: the store failed.
     """
     with contextlib.ExitStack() as stack:
+        map_file: Callable[[str], memoryview]
         if candidate.memory is not None:
             opened = stack.enter_context(OpenSnapshot(candidate.memory.path, candidate.name))
             manifest, map_file = opened.manifest, opened.map_file
         else:
-            store = candidate.store
+            store, name = candidate.store, candidate.name
             assert store is not None
-            manifest = store.read_manifest(candidate.name)
-
-            def map_file(file: str) -> memoryview:
-                return map_read_only(os.open(store.fetch(candidate.name, file, scratch), os.O_RDONLY | os.O_CLOEXEC))
-
+            manifest, map_file = store.read_manifest(name), lambda file: _map_path(store.fetch(name, file, scratch))
         buffers: dict[str, memoryview] = {}
         damages = []
         for file, entry in manifest.files.items():
@@ -234,6 +231,10 @@ def first_sound(
         except (SnapshotError, BusyError) as error:
             on_passed_over(candidate, error.what)
     return None
+
+
+def _map_path(path: Path) -> memoryview:
+    return map_read_only(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
 
 
 def _decode_trainer(data: bytes, damage: Damage | None) -> dict[str, Any]:
