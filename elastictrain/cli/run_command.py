@@ -8,12 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from elastictrain.cli.options import JobArgument, SetOption
+from elastictrain.cli.options import DEFAULT_ROOT, JobArgument, SetOption
 from elastictrain.cli.views import JsonView, Output, PrettyView, View
 from elastictrain.config import load_job
 from elastictrain.logs import make_logger
-
-DEFAULT_ROOT = Path("checkpoints")
 
 
 def run(
