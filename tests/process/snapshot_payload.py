@@ -1,4 +1,4 @@
-"""A state that is a function of the step, and a program that snapshots it: `python snapshot_payload.py` (see `main`)."""
+"""A state that is a function of the step, and a program that takes snapshots of it (see `main`)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import numpy as np
 
 from elastictrain.checkpoint.catalog import SnapshotReader, first_sound, newest_first
 from elastictrain.checkpoint.format import TensorSpec, layout
+from elastictrain.checkpoint.local_store import LocalStore
 from elastictrain.checkpoint.memory_tier import Declined, MemorySnapshot, MemoryTier, SlotWriter
 from elastictrain.checkpoint.persist_loop import PersisterSettings
 from elastictrain.checkpoint.persister_client import Persister
-from elastictrain.checkpoint.store import LocalStore, open_store
+from elastictrain.checkpoint.store import open_store
 
 RUN_ID = "0badcafe"
 JOB = "job"
