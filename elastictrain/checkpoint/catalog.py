@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -178,16 +177,15 @@ def open_candidate(candidate: Candidate, scratch: Path, progress: Progress = no_
         BusyError: it was overwritten meanwhile.
         StorageError: the store failed.
     """
-    map_file: Callable[[str], memoryview]
     with contextlib.ExitStack() as stack:
+        map_file: Callable[[str], memoryview]
         if candidate.memory is not None:
             opened = stack.enter_context(OpenSnapshot(candidate.memory.path, candidate.name))
             manifest, map_file = opened.manifest, opened.map_file
         else:
-            store = candidate.store
+            store, name = candidate.store, candidate.name
             assert store is not None
-            manifest = store.read_manifest(candidate.name)
-            map_file = partial(_map_stored, store, candidate.name, scratch)
+            manifest, map_file = store.read_manifest(name), lambda file: _map_path(store.fetch(name, file, scratch))
         buffers: dict[str, memoryview] = {}
         damages = []
         for file, entry in manifest.files.items():
@@ -205,10 +203,6 @@ def open_candidate(candidate: Candidate, scratch: Path, progress: Progress = no_
         if TRAINER_FILE not in buffers:
             raise SnapshotDamagedError(f"{TRAINER_FILE}: is missing")
         return SnapshotReader(candidate, manifest, buffers, stack.pop_all().close)
-
-
-def _map_stored(store: Store, name: str, scratch: Path, file: str) -> memoryview:
-    return map_read_only(os.open(store.fetch(name, file, scratch), os.O_RDONLY | os.O_CLOEXEC))
 
 
 def first_sound(
@@ -237,6 +231,10 @@ def first_sound(
         except (SnapshotError, BusyError) as error:
             on_passed_over(candidate, error.what)
     return None
+
+
+def _map_path(path: Path) -> memoryview:
+    return map_read_only(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
 
 
 def _decode_trainer(data: bytes, damage: Damage | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import tomli_w
 import typer
 
+from elastictrain.checkpoint.secrets import redact_options, redact_url
 from elastictrain.cli.options import JobArgument, SetOption
 from elastictrain.config import JobConfig, load_job
 
@@ -31,6 +32,7 @@ def show(
     """Show a job with all defaults and overrides applied, as a job.toml that would give the same run."""
     config = load_job(job, overrides or []).config
     plain = _without_none(config.model_dump(mode="json", exclude_defaults=changed))
+    _hide_secrets(plain)
     typer.echo(json.dumps(plain, indent=2) if as_json else tomli_w.dumps(plain), nl=as_json)
 
 
@@ -38,6 +40,15 @@ def show(
 def schema() -> None:
     """Print the JSON Schema of job.toml: every key, its type, default and meaning."""
     typer.echo(json.dumps(JobConfig.model_json_schema(), indent=2))
+
+
+def _hide_secrets(plain: dict[str, Any]) -> None:
+    """Credentials of a store are not shown, neither in its options nor in its URL."""
+    checkpoint = plain.get("checkpoint", {})
+    if "url" in checkpoint:
+        checkpoint["url"] = redact_url(checkpoint["url"])
+    if "storage_options" in checkpoint:
+        checkpoint["storage_options"] = redact_options(checkpoint["storage_options"])
 
 
 def _without_none(value: Any) -> Any:

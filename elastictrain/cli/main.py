@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from elastictrain import __version__
-from elastictrain.cli import config_commands, init_command, run_command
+from elastictrain.cli import checkpoints_commands, config_commands, init_command, run_command
 from elastictrain.errors import ElasticTrainError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
 app.command("run")(run_command.run)
 app.command("init")(init_command.init)
 app.add_typer(config_commands.app, name="config")
+app.add_typer(checkpoints_commands.app, name="checkpoints")
 
 
 def _print_version(wanted: bool) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+DEFAULT_ROOT = Path("checkpoints")
+"""Where state directories are made, each named like its job."""
 
 
 def _complete_job(incomplete: str) -> list[str]:

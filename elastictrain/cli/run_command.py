@@ -8,15 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from elastictrain.cli.options import JobArgument, SetOption
+from elastictrain.cli.options import DEFAULT_ROOT, JobArgument, SetOption
 from elastictrain.cli.views import JsonView, Output, PrettyView, View
 from elastictrain.config import load_job
 from elastictrain.core.identity import ALLOWABLE
 from elastictrain.errors import UsageError
 from elastictrain.logs import make_logger
 from elastictrain.protocol import SNAPSHOTS_DIR
-
-DEFAULT_ROOT = Path("checkpoints")
 
 
 def run(

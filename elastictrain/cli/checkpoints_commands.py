@@ -1,0 +1,214 @@
+"""`elastictrain checkpoints`: what snapshots a job has, whether they are sound, and their weights for others to use."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from elastictrain.cli.snapshot_places import choose, find_place
+from elastictrain.errors import SnapshotDamagedError, SnapshotError, StorageError, UsageError
+
+app = typer.Typer(no_args_is_help=True, help="List, inspect, verify, prune and export a job's snapshots.")
+
+JobArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[JOB]", help="The job: its name (under checkpoints/), its job.toml, or the folder of one."),
+]
+StateDirOption = Annotated[
+    Path | None, typer.Option("--state-dir", metavar="DIR", help="The job's state directory, instead of JOB.")
+]
+UrlOption = Annotated[
+    str | None, typer.Option("--url", metavar="URL", help="Look into this store, whichever job it belongs to.")
+]
+StepOption = Annotated[
+    int | None, typer.Option("--step", metavar="N", help="The snapshot of this global step. Default: the newest.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="As JSON.")]
+
+
+@app.command("list")
+def list_(
+    job: JobArgument = None, state_dir: StateDirOption = None, url: UrlOption = None, as_json: JsonOption = False
+) -> None:
+    """List all snapshots, newest first, of both tiers."""
+    place = find_place(job, state_dir, url)
+    rows = [_row(candidate) for candidate in place.candidates()]
+    rows += [{"tier": "memory", "path": str(path), "damage": str(damage)} for path, damage in place.broken()]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    if not rows:
+        typer.echo(f"No snapshots in {place.describe()}.")
+    for row in rows:
+        if "damage" in row:
+            typer.echo(f"{row.get('name', row['path'])}  {row['tier']}  DAMAGED: {row['damage']}")
+            continue
+        size = f"{row['size_bytes'] / 2**20:,.1f} MiB"
+        pinned = "  pinned" if row["pinned_by"] else ""
+        typer.echo(
+            f"step {row['global_step']:>8}  run {row['run_id']}  {row['tier']:<7}  {size:>12}  {row['created']}{pinned}"
+        )
+
+
+def _row(entry: tuple[Any, list[str]]) -> dict[str, Any]:
+    candidate, pinned_by = entry
+    row = {"name": candidate.name, "global_step": candidate.global_step, "run_id": candidate.run_id}
+    row |= {"tier": candidate.tier, "path": candidate.where, "pinned_by": pinned_by}
+    try:
+        manifest = candidate.read_manifest()
+    except SnapshotError as error:
+        return {**row, "damage": error.what}
+    return {**row, "created": manifest.created, "size_bytes": manifest.size_bytes, "versions": manifest.versions}
+
+
+@app.command()
+def show(
+    job: JobArgument = None,
+    state_dir: StateDirOption = None,
+    url: UrlOption = None,
+    step: StepOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show one snapshot: counters, sizes, world size, versions, data order, and the digest of its model."""
+    candidate = choose(find_place(job, state_dir, url), step)
+    manifest, trainer = candidate.read_manifest(), candidate.read_trainer()
+    counters = trainer.get("counters", {})
+    fields = {
+        "name": candidate.name,
+        "job": manifest.job,
+        "run_id": manifest.run_id,
+        "global_step": manifest.global_step,
+        "applied": counters.get("applied"),
+        "skipped": counters.get("skipped"),
+        "sample_position": counters.get("sample_position"),
+        "epoch": trainer.get("epoch"),
+        "model_digest": manifest.model_digest,
+        "world_size": trainer.get("world_size"),
+        "batch": trainer.get("batch"),
+        "precision": trainer.get("precision"),
+        "data_order": trainer.get("data_order"),
+        "sizes": {
+            **{name: entry.size_bytes for name, entry in manifest.files.items()},
+            "total": manifest.size_bytes,
+        },
+        "versions": manifest.versions,
+        "created": manifest.created,
+        "tier": candidate.tier,
+        "path": candidate.where,
+    }
+    if as_json:
+        typer.echo(json.dumps(fields, indent=2))
+        return
+    for key, value in fields.items():
+        if isinstance(value, dict):
+            value = ", ".join(
+                f"{name} {item:,}" if key == "sizes" else f"{name} {item}" for name, item in value.items()
+            )
+        typer.echo(f"{key.replace('_', ' '):<16} {'–' if value is None else value}")
+
+
+@app.command()
+def verify(
+    job: JobArgument = None,
+    state_dir: StateDirOption = None,
+    url: UrlOption = None,
+    step: StepOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Read every byte and compare it to what was written. Exit code 65 if anything is damaged."""
+    place = find_place(job, state_dir, url)
+    rows: list[dict[str, Any]] = []
+    for candidate, _pins in place.candidates():
+        if step is None or candidate.global_step == step:
+            damages = [{"file": d.file, "reason": d.reason} for d in candidate.verify()]
+            rows.append({"name": candidate.name, "global_step": candidate.global_step, "tier": candidate.tier})
+            rows[-1] |= {"path": candidate.where, "sound": not damages, "damages": damages}
+    if step is None:
+        for path, damage in place.broken():
+            damages = [{"file": damage.file, "reason": damage.reason}]
+            rows.append({"name": path.name, "global_step": None, "tier": "memory", "path": str(path)})
+            rows[-1] |= {"sound": False, "damages": damages}
+    if not rows:
+        choose(place, step)  # explains that there is none
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+    else:
+        for row in rows:
+            typer.echo(f"{row['name']}  {row['tier']:<7}  {'sound' if row['sound'] else 'DAMAGED'}")
+            for damage in row["damages"]:
+                typer.echo(f"    {row['path']}/{damage['file']}: {damage['reason']}")
+    if not all(row["sound"] for row in rows):
+        raise typer.Exit(SnapshotDamagedError.exit_code)
+
+
+@app.command()
+def prune(
+    job: JobArgument = None,
+    state_dir: StateDirOption = None,
+    url: UrlOption = None,
+    keep_last: Annotated[
+        int | None, typer.Option("--keep-last", metavar="N", min=1, help="Default: checkpoint.keep_last, or 3.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete superfluous snapshots from the durable tier now, and leftovers of killed writers.
+
+    The newest of each run is read first: nothing goes unless a newer one is sound. Pinned snapshots stay.
+    """
+    place = find_place(job, state_dir, url)
+    deleted, kept, leftovers = place.prune(keep_last, dry_run=dry_run)
+    if as_json:
+        fields = {"deleted": deleted, "kept": kept, "leftovers": leftovers, "dry_run": dry_run}
+        typer.echo(json.dumps(fields, indent=2))
+        return
+    for name in [*deleted, *leftovers]:
+        typer.echo(f"{'would delete' if dry_run else 'deleted'} {name}")
+    typer.echo(f"{len(kept)} kept.")
+
+
+@app.command()
+def export(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[JOB] DIR|FILE",
+            help="The job, unless --state-dir or --url names it; and a folder, to get model.safetensors, or a file.",
+        ),
+    ],
+    state_dir: StateDirOption = None,
+    url: UrlOption = None,
+    step: StepOption = None,
+    ema: Annotated[bool, typer.Option("--ema", help="The averaged weights, where the run keeps them.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the model as one plain safetensors file that holds every name of its state dict."""
+    from elastictrain.checkpoint.catalog import open_candidate
+    from elastictrain.checkpoint.export import export_model
+
+    if len(arguments) > 2:
+        raise UsageError(f"export takes a job and a target, got {' '.join(arguments)}")
+    target = Path(arguments[-1])
+    job = arguments[0] if len(arguments) == 2 else None
+    if target.suffix != ".safetensors":
+        target = target / "model.safetensors"
+    candidate = choose(find_place(job, state_dir, url), step)
+    scratch = Path(tempfile.mkdtemp(prefix="elastictrain-export-"))
+    try:
+        with open_candidate(candidate, scratch) as reader:
+            num_tensors = export_model(reader, target, use_ema=ema)
+    except OSError as error:
+        raise StorageError(f"{target}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    size_bytes = target.stat().st_size
+    if as_json:
+        fields = {"path": str(target), "name": candidate.name, "global_step": candidate.global_step}
+        typer.echo(json.dumps({**fields, "tensors": num_tensors, "size_bytes": size_bytes, "ema": ema}, indent=2))
+    else:
+        typer.echo(f"{target}: {num_tensors} tensors of {candidate.name}, {size_bytes:,} bytes")

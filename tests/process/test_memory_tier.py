@@ -1,0 +1,265 @@
+"""The memory tier: whose it is, what it keeps, and what it does where there is no room."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import subprocess
+
+import pytest
+from snapshot_payload import assert_holds, layouts, tier_of, write
+
+from elastictrain.checkpoint.catalog import newest_first, open_candidate
+from elastictrain.checkpoint.memory_tier import Declined, MemoryTier, OpenSnapshot, verify_memory
+from elastictrain.errors import BusyError, MemoryTierError, SnapshotDamagedError, StateDirError, UnsafePathError
+
+
+@pytest.fixture
+def tier(tmp_path):
+    (tmp_path / "shm").mkdir()
+    made = tier_of(tmp_path)
+    yield made
+    made.close()
+
+
+def test_nothing_is_made_by_looking(tier, tmp_path):
+    assert tier.snapshots() == []
+    assert tier.damaged() == []
+    assert tier.clean()
+    assert list((tmp_path / "shm").iterdir()) == []
+
+
+def test_snapshots_alternate_and_hold_what_was_written(tier, tmp_path):
+    for step in range(1, 6):
+        write(tier, step)
+        found = tier.snapshots()
+        assert [s.global_step for s in found] == ([step, step - 1] if step > 1 else [1])
+        for candidate in newest_first(tier, None):
+            with open_candidate(candidate, tmp_path) as reader:
+                assert_holds(reader)
+    assert sorted(p.name for p in tier.root.iterdir()) == ["slot-0", "slot-1"]
+
+
+def test_folders_are_0700_and_files_0600_whatever_the_umask(tier):
+    before = os.umask(0)
+    try:
+        write(tier, 1)
+    finally:
+        os.umask(before)
+    for path in [tier.root.parent, tier.root, *tier.root.rglob("*")]:
+        expected = 0o700 if path.is_dir() else 0o600
+        assert stat.S_IMODE(path.stat().st_mode) == expected, path
+
+
+def test_buffers_are_the_same_objects_again(tier):
+    seen = []
+    for step in range(1, 5):
+        writer = tier.begin(layouts())
+        seen.append((writer.index, writer.buffers["model.safetensors"]))
+        writer.commit(job="j", run_id="0" * 8, global_step=step, versions={}, trainer={})
+    assert [index for index, _ in seen] == [0, 1, 0, 1]
+    assert seen[0][1] is seen[2][1]
+    assert seen[1][1] is seen[3][1]
+
+
+def test_another_layout_replaces_the_files(tier, tmp_path):
+    write(tier, 1)
+    write(tier, 2)
+    write(tier, 3, size=5000)
+    write(tier, 4, size=10)
+    sizes = {4: 10, 3: 5000}
+    for candidate in newest_first(tier, None):
+        with open_candidate(candidate, tmp_path) as reader:
+            assert_holds(reader, sizes[candidate.global_step])
+
+
+def test_the_newest_is_never_written_to(tier):
+    write(tier, 1)
+    write(tier, 2)
+    for _ in range(4):  # a new process each time, that dies in its copy
+        other = MemoryTier(tier.root, base=tier._base)
+        writer = other.begin(layouts())
+        writer.buffers["model.safetensors"][:] = bytes(len(writer.buffers["model.safetensors"]))
+        other.close()
+        assert [s.global_step for s in tier.snapshots()] == [2]
+        assert verify_memory(tier.snapshots()[0]) == []
+
+
+def test_a_run_that_begins_anew_protects_its_own_newest(tier):
+    write(tier, 1000, run_id="0000000a")
+    write(tier, 10, run_id="0000000b")
+    again = MemoryTier(tier.root, base=tier._base)
+    write(again, 20, run_id="0000000b")
+    again.close()
+    assert {(s.run_id, s.global_step) for s in tier.snapshots()} == {("0000000b", 10), ("0000000b", 20)}
+
+
+def test_what_is_found_damaged_can_be_given_up(tier):
+    write(tier, 1)
+    snapshot = write(tier, 2)
+    path = snapshot.path / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert [str(d).partition(":")[0] for d in verify_memory(snapshot)] == ["model.safetensors"]
+    tier.discard(snapshot)
+    assert [s.global_step for s in tier.snapshots()] == [1]
+    write(tier, 2)
+    assert [s.global_step for s in tier.snapshots()] == [2, 1]
+
+
+def test_a_third_slot_only_while_one_is_read(tier):
+    write(tier, 1)
+    with OpenSnapshot(tier.snapshots()[0].path, tier.snapshots()[0].name) as read:
+        write(tier, 2)
+        write(tier, 3)
+        assert sorted(p.name for p in tier.root.iterdir()) == ["slot-0", "slot-1", "slot-2"]
+        with OpenSnapshot(tier.root / "slot-1", tier.snapshots()[1].name):
+            declined = tier.begin(layouts())
+            assert isinstance(declined, Declined)
+            assert "storage does not keep up" in declined.reason
+        write(tier, 4)
+        assert read.manifest.global_step == 1
+        assert [s.global_step for s in tier.snapshots()] == [4, 3, 1]
+
+
+def test_the_budget_stops_the_third_slot_and_too_small_a_one_everything(tier):
+    size = sum(layout.size_bytes for layout in layouts().values())
+    small = MemoryTier(tier.root, base=tier._base, budget_bytes=int(2.5 * size))
+    write(small, 1)
+    with OpenSnapshot(small.snapshots()[0].path, small.snapshots()[0].name):
+        write(small, 2)
+        declined = small.begin(layouts())
+        assert isinstance(declined, Declined)
+        assert "memory_budget_mb" in declined.reason
+    small.close()
+    with pytest.raises(MemoryTierError, match="do not fit"):
+        MemoryTier(tier.root, base=tier._base, budget_bytes=size).begin(layouts())
+    assert [s.global_step for s in tier.snapshots()] == [2, 1]
+
+
+def test_readers_and_writers_keep_out_of_each_others_way(tier):
+    snapshot = write(tier, 1)
+    write(tier, 2)
+    writer = tier.begin(layouts())
+    assert writer.index == 0
+    with pytest.raises(BusyError):
+        OpenSnapshot(snapshot.path, snapshot.name)
+    writer.abort()
+    with pytest.raises(SnapshotDamagedError, match="no complete snapshot"):
+        OpenSnapshot(snapshot.path, snapshot.name)
+    write(tier, 3)
+    with pytest.raises(BusyError, match="by now"):
+        OpenSnapshot(snapshot.path, snapshot.name)
+
+
+@pytest.mark.parametrize("level", ["user", "job", "slot-0", "model.safetensors", "lock", ".manifest.json.tmp"])
+def test_a_symbolic_link_is_refused_and_not_followed(tier, tmp_path, level):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    target = elsewhere / "precious"
+    target.write_text("precious")
+    slot = tier.root / "slot-0"
+    place = {"user": tier.root.parent, "job": tier.root, "slot-0": slot}.get(level, slot / level)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(target if place.parent == slot else elsewhere)
+    if level == ".manifest.json.tmp":  # our own temporary name: the link goes, its target stays
+        write(tier, 1)
+    else:
+        with pytest.raises(UnsafePathError, match="symbolic link"):
+            write(tier, 1)
+    assert target.read_text() == "precious"
+    assert list(elsewhere.iterdir()) == [target]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder that belongs to someone else")
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_folder_of_someone_else_is_refused(tier, level):
+    place = [tier.root.parent, tier.root, tier.root / "slot-0"][level]
+    place.mkdir(parents=True)
+    os.chown(place, 12345, 12345)
+    with pytest.raises(UnsafePathError, match="belongs to user 12345"):
+        write(tier, 1)
+    if level < 2:
+        with pytest.raises(UnsafePathError):
+            tier.snapshots()
+
+
+def test_a_hard_link_to_someone_elses_file_is_refused(tier, tmp_path):
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    slot = tier.root / "slot-0"
+    slot.mkdir(parents=True)
+    os.link(target, slot / "model.safetensors")
+    with pytest.raises(UnsafePathError, match="ours alone"):
+        write(tier, 1)
+    assert target.read_text() == "precious"
+
+
+def test_a_memory_path_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(StateDirError, match="memory_path"):
+        MemoryTier.for_job(tmp_path / "no", job="j", state_dir=tmp_path).begin(layouts())
+
+
+def test_clean_removes_all_but_waits_for_readers(tier, tmp_path):
+    write(tier, 1)
+    snapshot = write(tier, 2)
+    (tier.root / "slot-0" / "left.by.a.killed.writer").write_text("x")
+    with OpenSnapshot(snapshot.path, snapshot.name):
+        assert not tier.clean()
+        assert [s.global_step for s in tier.snapshots()] == [2]
+    assert tier.clean()
+    assert list((tmp_path / "shm").iterdir()) == []
+    write(tier, 3)
+    assert [s.global_step for s in tier.snapshots()] == [3]
+
+
+def test_a_child_that_was_forked_does_not_keep_the_slot(tier):
+    writer = tier.begin(layouts())
+    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[writer._slot.lock_fd])
+    try:
+        writer.commit(job="j", run_id="0" * 8, global_step=1, versions={}, trainer={})
+        with (tier.root / "slot-0" / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        child.communicate()
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path):
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_full_tmpfs_is_an_error_and_costs_nothing(small_tmpfs, tmp_path):
+    tier = MemoryTier.for_job(small_tmpfs, job="job", state_dir=tmp_path)
+    size = 50_000  # 400 kB: two fit, a third does not
+    write(tier, 1, size)
+    write(tier, 2, size)
+    with (
+        OpenSnapshot(tier.snapshots()[1].path, tier.snapshots()[1].name),
+        pytest.raises(MemoryTierError, match="no room"),
+    ):
+        tier.begin(layouts(size))
+    assert [s.global_step for s in tier.snapshots()] == [2, 1]
+    with pytest.raises(MemoryTierError, match="no room"):
+        tier.begin(layouts(10 * size))
+    assert [verify_memory(s) for s in tier.snapshots()] == [[], []]
+    write(tier, 3, size)
+    assert [s.global_step for s in tier.snapshots()] == [3, 2]
+    tier.close()
+
+
+def test_staging_needs_no_tmpfs(tmp_path):
+    tier = MemoryTier.staging(tmp_path)
+    write(tier, 1)
+    assert tier.root == tmp_path / "staging"
+    assert [s.global_step for s in tier.snapshots()] == [1]
+    assert tier.clean()
+    assert list(tmp_path.iterdir()) == []
