@@ -234,6 +234,8 @@ def _rank_main(environment: dict[str, str], output: str) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # A child of a fork server would start its loader processes from one as well; ranks fork them.
+    multiprocessing.set_start_method("fork", force=True)
     from elastictrain.training import worker
 
     sys.exit(worker.main())

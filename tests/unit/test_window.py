@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.core.batch import BatchPlan, resolve_batch
@@ -89,6 +89,7 @@ def test_the_shares_of_a_window_are_the_window(plan: WindowPlan, step: int, worl
     assert sizes == sorted(sizes, reverse=True)
 
 
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 1000),
     length=st.integers(1, 60),
