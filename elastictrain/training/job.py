@@ -224,6 +224,7 @@ def run_job(spec: RunSpec, session: Session, log: Logger) -> Outcome:
         if writer is not None:
             writer.write([summary])
     finally:
+        stream.close()
         if writer is not None:
             writer.close()
     session.enter_exit()

@@ -31,7 +31,7 @@ from elastictrain.config import load_job
 from elastictrain.protocol import ENV_RUN_DIR, METRICS_FILE, OUTCOME_FILE, ErrorReport, read_error_reports
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 120.0
+DEADLINE_S = 60.0
 
 Sections = Mapping[str, Mapping[str, Any]]
 
