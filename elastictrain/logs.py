@@ -5,6 +5,7 @@ A logger is made once per process and passed on; nothing is configured globally.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, MutableMapping
 from typing import Any, TextIO
@@ -17,6 +18,8 @@ EventDict = MutableMapping[str, Any]
 
 MAX_LINE_BYTES = 4000
 """Writes to a pipe up to PIPE_BUF (4096 on Linux, pipe(7)) are atomic: lines of several ranks never mix."""
+MAX_KEY_BYTES = 24
+"""Room for a key, its quotes and its comma."""
 
 
 def make_logger(
@@ -55,9 +58,19 @@ def make_logger(
 
 
 def _shorten(_logger: Any, _method: str, event: EventDict) -> EventDict:
-    """Cuts over-long texts, so that a line stays under `MAX_LINE_BYTES`."""
-    budget = MAX_LINE_BYTES // max(1, len(event))
+    """Cuts over-long texts, so that a line stays under `MAX_LINE_BYTES`. JSON writes some characters as six bytes."""
+    if _rendered_bytes(dict(event)) <= MAX_LINE_BYTES:
+        return event
+    budget = MAX_LINE_BYTES // max(1, len(event)) - MAX_KEY_BYTES
     for key, value in event.items():
-        if isinstance(value, str) and len(value) > budget and len(str(dict(event)).encode()) > MAX_LINE_BYTES:
-            event[key] = value[: budget - 1] + "…"
+        if isinstance(value, str) and (size := _rendered_bytes(value)) > budget:
+            kept = value
+            while size > budget:
+                kept = kept[: min(len(kept) - 1, len(kept) * budget // size)]
+                size = _rendered_bytes(kept + "…")
+            event[key] = kept + "…"
     return event
+
+
+def _rendered_bytes(value: Any) -> int:
+    return len(json.dumps(value, default=str))

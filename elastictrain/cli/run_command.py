@@ -14,7 +14,6 @@ from elastictrain.config import load_job
 from elastictrain.core.identity import ALLOWABLE
 from elastictrain.errors import UsageError
 from elastictrain.logs import make_logger
-from elastictrain.protocol import SNAPSHOTS_DIR
 
 
 def run(
@@ -68,7 +67,6 @@ def run(
     Example: elastictrain run stdlib-lm --set train.max_steps=50 --set elastic.nproc_per_node=1
     """
     # Imported here, so that `--help` and completion answer at once.
-    from elastictrain.checkpoint.store import open_store
     from elastictrain.cli.launch import run_to_end
     from elastictrain.cli.lineage import find_source
     from elastictrain.cli.state_dir import StartOptions, StateDir
@@ -79,16 +77,13 @@ def run(
     loaded = load_job(job, overrides or [])
     config = loaded.config
     state = StateDir(state_dir if state_dir is not None else DEFAULT_ROOT / config.name)
-    url = config.checkpoint.url or str(state.path / SNAPSHOTS_DIR)
-    store = open_store(url, config.checkpoint.storage_options)
     options = StartOptions(
         fresh=fresh,
         source=find_source(source, config.checkpoint.storage_options) if source is not None else None,
         allowed_differences=tuple(allow or ()),
     )
     with state.locked():
-        identity = state.identify(config, store, options)
-        incarnation = state.new_incarnation(loaded, identity, options)
+        incarnation = state.prepare(loaded, options)
         with _view(output, config.name, incarnation.number) as view:
             outcome = run_to_end(incarnation, view.show)
         view.summary(outcome, str(state.path))

@@ -23,6 +23,7 @@ from elastictrain.protocol import (
     LOCK_FILE,
     OUTCOME_FILE,
     RUNS_DIR,
+    SNAPSHOTS_DIR,
     SPEC_FILE,
     JobIdentity,
     RunSpec,
@@ -88,18 +89,28 @@ class StateDir:
             owner.unlink(missing_ok=True)
             lock.release()
 
-    def identify(self, config: JobConfig, store: Store, options: StartOptions) -> JobIdentity:
-        """The job's identity: kept from its first start, adopted from its snapshots where this directory is new (a
-        replaced node), or made now.
+    def prepare(self, job: LoadedJob, options: StartOptions | None = None) -> Incarnation:
+        """Everything that a start needs: the job's identity, and the folder of the next incarnation.
 
         Raises:
             ConfigError: the batch sizes do not fit together or the number of ranks.
+            StorageError: the store of snapshots cannot be reached.
         """
+        options = options if options is not None else StartOptions()
+        return self._new_incarnation(job, self._identify(job.config, options), options)
+
+    def _identify(self, config: JobConfig, options: StartOptions) -> JobIdentity:
+        """The job's identity: kept from its first start, adopted from its snapshots where this directory is new (a
+        replaced node), or made now."""
         kept = JobIdentity.read(self.path)
         run_id, kept_size, source = None, None, None
         if kept is not None:
             run_id, kept_size, source = kept.run_id, kept.global_batch_size, kept.source
-        elif not options.fresh and options.source is None and (found := run_in_store(store)) is not None:
+        elif (
+            not options.fresh
+            and options.source is None
+            and (found := run_in_store(self._open_store(config))) is not None
+        ):
             run_id, kept_size = found.run_id, found.global_batch_size
         if options.fresh or options.source is not None:
             run_id, source = None, options.source
@@ -124,7 +135,10 @@ class StateDir:
             )
         return identity
 
-    def new_incarnation(self, job: LoadedJob, identity: JobIdentity, options: StartOptions) -> Incarnation:
+    def _open_store(self, config: JobConfig) -> Store:
+        return open_store(config.checkpoint.url or self.path / SNAPSHOTS_DIR, config.checkpoint.storage_options)
+
+    def _new_incarnation(self, job: LoadedJob, identity: JobIdentity, options: StartOptions) -> Incarnation:
         """Lays out the folder of the next incarnation."""
         number = max(self._numbers(), default=0) + 1
         run_dir = self.path / RUNS_DIR / f"{number:04d}"

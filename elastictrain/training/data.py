@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, cast
 
@@ -124,8 +124,11 @@ def batches(
     num_workers: int,
     prefetch_batches: int,
     pin_memory: bool,
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     """Reads spans in order, ahead of time where there are loader processes.
+
+    Close it to end them: they ignore the signal by which multiprocessing would end them when this process exits, and
+    it would wait for them for ever.
 
     Args:
         reader: what to read from.

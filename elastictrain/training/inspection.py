@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -49,8 +50,17 @@ def counted_elements(batch: Any) -> tuple[int, str] | None:
     return None
 
 
-def inspecting(stream: Iterator[Any], advise: Callable[[Advice | None], None]) -> Iterator[Any]:
-    """Passes batches through; looks at the first few for a mean of means."""
+def inspecting(
+    stream: Generator[Any, None, None], advise: Callable[[Advice | None], None]
+) -> Generator[Any, None, None]:
+    """Passes batches through; looks at the first few for a mean of means. Closing it closes `stream`."""
+    with closing(stream):
+        yield from _inspecting(stream, advise)
+
+
+def _inspecting(
+    stream: Generator[Any, None, None], advise: Callable[[Advice | None], None]
+) -> Generator[Any, None, None]:
     counts: list[int] = []
     for _ in range(BATCHES_INSPECTED):
         batch = next(stream, None)

@@ -247,6 +247,7 @@ def run_job(spec: RunSpec, session: Session, log: Logger) -> Outcome:
         if writer is not None:
             writer.write([summary])
     finally:
+        stream.close()
         checkpointing.close()
         if writer is not None:
             writer.close()

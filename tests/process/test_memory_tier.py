@@ -8,11 +8,11 @@ import stat
 import subprocess
 
 import pytest
-from snapshot_payload import assert_holds, layouts, tier_of, write
 
 from elastictrain.checkpoint.catalog import newest_first, open_candidate
 from elastictrain.checkpoint.memory_tier import Declined, MemoryTier, OpenSnapshot, verify_memory
 from elastictrain.errors import BusyError, MemoryTierError, SnapshotDamagedError, StateDirError, UnsafePathError
+from tests.process.snapshot_payload import assert_holds, layouts, tier_of, write
 
 
 @pytest.fixture
