@@ -29,6 +29,47 @@ from elastictrain.training.replica import Replica
 from elastictrain.training.task import BoundTask
 
 
+class Evaluation:
+    """What is evaluated, and when.
+
+    Args:
+        evaluators: one per dataset.
+        every_steps: after every so many steps; None for no such schedule.
+        every_epochs: after every so many epochs; None for no such schedule.
+        use_ema: evaluate the averaged weights, where there are any.
+    """
+
+    def __init__(
+        self, evaluators: list[Evaluator], *, every_steps: int | None, every_epochs: int | None, use_ema: bool
+    ) -> None:
+        self._evaluators = evaluators
+        self._every_steps = every_steps
+        self._every_epochs = every_epochs
+        self._use_ema = use_ema
+        self._done_at: int | None = None
+        self.last: dict[str, float] = {}
+        """Values of the last evaluation."""
+
+    def due(self, step: int, epochs_before: int, epochs_after: int) -> bool:
+        """Whether the step that led to `step`, and from one number of whole epochs to another, is followed by one."""
+        if self._every_steps is not None and step % self._every_steps == 0:
+            return True
+        every = self._every_epochs
+        return every is not None and epochs_after // every > epochs_before // every
+
+    def wanted_at(self, step: int) -> bool:
+        """False where there is nothing to evaluate, or this step has been."""
+        return bool(self._evaluators) and self._done_at != step
+
+    def run(self, step: int, replica: Replica, ema: Ema | None) -> dict[str, float]:
+        """Evaluates on every dataset. Collective."""
+        self._done_at = step
+        self.last = {}
+        for evaluator in self._evaluators:
+            self.last |= evaluator.run(replica, ema if self._use_ema else None)
+        return self.last
+
+
 class Evaluator:
     """Evaluates a task's model on one dataset.
 

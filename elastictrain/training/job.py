@@ -12,7 +12,7 @@ import torch
 
 from elastictrain.config.schema import JobConfig
 from elastictrain.core.advice import Advice, batchnorm_advice, schedule_advice
-from elastictrain.core.batch import BatchPlan, resolve_batch
+from elastictrain.core.batch import resolve_batch
 from elastictrain.core.identity import DataIdentity
 from elastictrain.core.seeds import Stream, derive
 from elastictrain.core.skips import SkipWatch
@@ -20,13 +20,13 @@ from elastictrain.core.window import WindowPlan
 from elastictrain.errors import DataError
 from elastictrain.logs import Logger
 from elastictrain.protocol import METRICS_FILE, RunSpec
-from elastictrain.training.checkpointing import Checkpointing
+from elastictrain.training.checkpointing import Checkpointing, Kept
 from elastictrain.training.data import SeededReader, batches
-from elastictrain.training.device import Place
 from elastictrain.training.ema import Ema
-from elastictrain.training.evaluate import Evaluator
+from elastictrain.training.evaluate import Evaluation, Evaluator
+from elastictrain.training.feed import Feed, Limits, my_spans
 from elastictrain.training.inspection import inspecting, schedule_horizons
-from elastictrain.training.loop import Limits, Loop, my_spans
+from elastictrain.training.loop import Loop
 from elastictrain.training.metrics import MetricsWriter
 from elastictrain.training.precision import Precision
 from elastictrain.training.replica import Replica
@@ -35,6 +35,7 @@ from elastictrain.training.session import Session
 from elastictrain.training.state import TrainingState
 from elastictrain.training.task import BoundTask, import_task
 from elastictrain.training.timing import DeviceTimer
+from elastictrain.training.trainee import Trainee
 from elastictrain.training.update import Updater, make_optimizer
 
 
@@ -76,207 +77,242 @@ def run_job(spec: RunSpec, session: Session, log: Logger) -> Outcome:
         session: a fresh session of this rank, in phase INIT.
         log: for events.
     """
-    started_s = perf_counter()
-    config = JobConfig.model_validate(spec.config)
-    place = session.place
-    batch = resolve_batch(
-        micro_batch_size=config.train.micro_batch_size,
-        global_batch_size=config.train.global_batch_size,
-        accumulation_steps=config.train.accumulation_steps,
-        world_size=place.world_size,
-        kept_global_batch_size=spec.kept_global_batch_size,
-    )
-    if config.train.deterministic:
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
-    advise: Callable[[Advice | None], None] = Adviser(log) if place.is_rank_zero else lambda _advice: None
+    return _Job(spec, session, log).run()
 
-    session.generators.seed(derive(session.seed, Stream.MODEL))
-    task = BoundTask(import_task(config.task, Path(spec.job_dir) if spec.job_dir else None), config.params)
-    train_data = task.build_train_data()
-    eval_data = task.build_eval_data()
-    session.generators.seed(derive(session.seed, Stream.MODEL))
-    replica = Replica(task.build_model(), place, config.model, config.ddp)
-    precision = Precision(config.train.precision, place.device, config.scaler, tf32=config.train.tf32)
-    optimizer = task.build_optimizer(
-        replica.module, lambda model: make_optimizer(model, config.optimizer, place.device)
-    )
-    ema = Ema(replica.module, config.model.ema_decay) if config.model.ema_decay is not None else None
 
-    plan = WindowPlan(len(train_data), batch.global_batch_size, batch.micro_batch_size, config.data.epoch_tail)
-    limits = Limits(plan, config.train.max_steps, config.train.max_epochs)
-    if limits.num_steps < 1:
-        raise DataError(
-            f"the dataset has {len(train_data)} samples, fewer than one global batch of {batch.global_batch_size}, "
-            'and data.epoch_tail = "drop" leaves them all out',
-            'Use data.epoch_tail = "continue" or "partial", or a smaller train.global_batch_size.',
+class _Job:
+    """One rank's run: what is made of the job file, in the order in which one thing needs another."""
+
+    def __init__(self, spec: RunSpec, session: Session, log: Logger) -> None:
+        self._started_s = perf_counter()
+        self._spec = spec
+        self._session = session
+        self._place = session.place
+        self._log = log
+        self._advise: Callable[[Advice | None], None] = (
+            Adviser(log) if session.place.is_rank_zero else lambda _advice: None
         )
-    scheduler = task.build_scheduler(optimizer, limits.num_steps)
-    _advise_before_start(advise, replica, scheduler, limits, batch, place, config)
+        self._config = config = JobConfig.model_validate(spec.config)
+        self._batch = resolve_batch(
+            micro_batch_size=config.train.micro_batch_size,
+            global_batch_size=config.train.global_batch_size,
+            accumulation_steps=config.train.accumulation_steps,
+            world_size=session.place.world_size,
+            kept_global_batch_size=spec.kept_global_batch_size,
+        )
+        if config.train.deterministic:
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
+        session.generators.seed(derive(session.seed, Stream.MODEL))
+        self._task = BoundTask(import_task(config.task, Path(spec.job_dir) if spec.job_dir else None), config.params)
+        self._train_data = self._task.build_train_data()
+        self._plan = WindowPlan(
+            len(self._train_data),
+            self._batch.global_batch_size,
+            self._batch.micro_batch_size,
+            config.data.epoch_tail,
+        )
+        self._limits = self._checked_limits()
+        self._trainee = self._build_trainee()
 
-    state = TrainingState(
-        session=session,
-        module=replica.module,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        precision=precision,
-        ema=ema,
-        task=task,
-        data=DataIdentity(session.seed, len(train_data), config.data.shuffle, getattr(train_data, "fingerprint", None)),
-        batch=batch,
-    )
-    checkpointing = Checkpointing(spec, config, session, log)
-    restored = checkpointing.restore(state)
-    if restored is not None:
-        session.resume(restored.counters)
+    def run(self) -> Outcome:
+        """Restores, trains, evaluates, keeps the result, sums up."""
+        session, config = self._session, self._config
+        state = self._state()
+        checkpointing = Checkpointing(self._spec, config, session, self._log)
+        restored = checkpointing.restore(state)
+        if restored is not None:
+            session.resume(restored.counters)
+        self._advise_before_start()
+        feed = self._feed()
+        evaluation = self._evaluation()
+        writer = self._writer()
+        timer = DeviceTimer(self._place.device)
+        reporter = self._reporter(timer, writer)
+        loop = Loop(
+            session=session,
+            task=self._task,
+            trainee=self._trainee,
+            feed=feed,
+            evaluation=evaluation,
+            reporter=reporter,
+            timer=timer,
+            skip_watch=SkipWatch(config.train.max_consecutive_skips),
+            snapshotter=checkpointing.snapshotter(state, restored),
+        )
+        self._log_start()
+        try:
+            complete = loop.run()
+            if complete and config.eval.at_end:
+                loop.evaluate()
+            kept = checkpointing.finish(complete=complete)
+            outcome = self._outcome(complete, kept, reporter, evaluation)
+            if writer is not None:
+                writer.write([outcome.summary])
+        finally:
+            feed.stream.close()
+            checkpointing.close()
+            if writer is not None:
+                writer.close()
+        session.enter_exit()
+        return outcome
 
-    reader = SeededReader(
-        train_data,
-        seed=session.seed,
-        stream=Stream.SAMPLE,
-        shuffle=config.data.shuffle,
-        seed_samples=config.data.seed_samples,
-    )
-    stream = batches(
-        reader,
-        task.collate,
-        my_spans(session, plan, limits),
-        num_workers=config.data.num_workers,
-        prefetch_batches=config.data.prefetch_batches,
-        pin_memory=config.data.pin_memory and place.device.type == "cuda",
-    )
-    if task.weight is None and place.is_rank_zero:
-        stream = inspecting(stream, advise)
-    state_dir = Path(spec.state_dir)
-    writer = None
-    if place.is_rank_zero:
-        board_dir = state_dir / "tensorboard" if config.metrics.tensorboard else None
-        writer = MetricsWriter(state_dir / METRICS_FILE, board_dir, log)
-    timer = DeviceTimer(place.device)
-    reporter = Reporter(
-        session,
-        timer,
-        writer,
-        log,
-        incarnation=spec.incarnation,
-        num_workers=config.data.num_workers,
-        tokens_per_sample=task.tokens_per_sample,
-        weight_is_tokens=task.weight is not None,
-        max_steps=limits.num_steps,
-        advise=advise,
-    )
-    loop = Loop(
-        session=session,
-        task=task,
-        replica=replica,
-        updater=Updater(
-            optimizer,
-            precision,
-            clip_norm=config.train.clip_norm,
-            check_gradients=config.train.check_gradients,
-        ),
-        precision=precision,
-        scheduler=scheduler,
-        optimizer=optimizer,
-        ema=ema,
-        evaluators=[
+    # ---- parts
+
+    def _checked_limits(self) -> Limits:
+        limits = Limits(self._plan, self._config.train.max_steps, self._config.train.max_epochs)
+        if limits.num_steps < 1:
+            raise DataError(
+                f"the dataset has {self._plan.length} samples, fewer than one global batch of "
+                f'{self._plan.global_batch_size}, and data.epoch_tail = "drop" leaves them all out',
+                'Use data.epoch_tail = "continue" or "partial", or a smaller train.global_batch_size.',
+            )
+        return limits
+
+    def _build_trainee(self) -> Trainee:
+        config, device = self._config, self._place.device
+        self._session.generators.seed(derive(self._session.seed, Stream.MODEL))
+        replica = Replica(self._task.build_model(), self._place, config.model, config.ddp)
+        precision = Precision(config.train.precision, device, config.scaler, tf32=config.train.tf32)
+        optimizer = self._task.build_optimizer(
+            replica.module, lambda model: make_optimizer(model, config.optimizer, device)
+        )
+        updater = Updater(
+            optimizer, precision, clip_norm=config.train.clip_norm, check_gradients=config.train.check_gradients
+        )
+        return Trainee(
+            replica=replica,
+            optimizer=optimizer,
+            updater=updater,
+            precision=precision,
+            scheduler=self._task.build_scheduler(optimizer, self._limits.num_steps),
+            ema=Ema(replica.module, config.model.ema_decay) if config.model.ema_decay is not None else None,
+            channels_last=config.model.channels_last,
+        )
+
+    def _state(self) -> TrainingState:
+        fingerprint = getattr(self._train_data, "fingerprint", None)
+        data = DataIdentity(self._session.seed, self._plan.length, self._config.data.shuffle, fingerprint)
+        return TrainingState(self._session, self._task, self._trainee, data, self._batch)
+
+    def _feed(self) -> Feed:
+        config = self._config.data
+        reader = SeededReader(
+            self._train_data,
+            seed=self._session.seed,
+            stream=Stream.SAMPLE,
+            shuffle=config.shuffle,
+            seed_samples=config.seed_samples,
+        )
+        stream = batches(
+            reader,
+            self._task.collate,
+            my_spans(self._session, self._plan, self._limits),
+            num_workers=config.num_workers,
+            prefetch_batches=config.prefetch_batches,
+            pin_memory=config.pin_memory and self._place.device.type == "cuda",
+        )
+        if self._task.weight is None and self._place.is_rank_zero:
+            stream = inspecting(stream, self._advise)
+        return Feed(self._plan, self._limits, stream)
+
+    def _evaluation(self) -> Evaluation:
+        config = self._config.eval
+        evaluators = [
             Evaluator(
                 name,
                 dataset,
-                task,
-                place=place,
-                precision=precision,
-                micro_batch_size=config.eval.micro_batch_size or batch.micro_batch_size,
-                seed=session.seed,
-                channels_last=config.model.channels_last,
+                self._task,
+                place=self._place,
+                precision=self._trainee.precision,
+                micro_batch_size=config.micro_batch_size or self._batch.micro_batch_size,
+                seed=self._session.seed,
+                channels_last=self._trainee.channels_last,
             )
-            for name, dataset in eval_data.items()
-        ],
-        reporter=reporter,
-        timer=timer,
-        plan=plan,
-        limits=limits,
-        stream=stream,
-        skip_watch=SkipWatch(config.train.max_consecutive_skips),
-        snapshotter=checkpointing.snapshotter(state, restored),
-        report_every=config.metrics.every_steps,
-        eval_every_steps=config.eval.every_steps,
-        eval_every_epochs=config.eval.every_epochs,
-        eval_with_ema=config.eval.use_ema,
-        channels_last=config.model.channels_last,
-    )
-    log.info(
-        "training_started",
-        task=config.task,
-        world_size=place.world_size,
-        device=str(place.device),
-        precision=precision.mode,
-        parameters=sum(p.numel() for p in replica.module.parameters()),
-        samples=len(train_data),
-        global_batch_size=batch.global_batch_size,
-        micro_batch_size=batch.micro_batch_size,
-        max_steps=limits.num_steps,
-        startup_s=round(perf_counter() - started_s, 3),
-    )
-    try:
-        complete = loop.run()
-        if complete and config.eval.at_end:
-            loop.evaluate()
-        kept = checkpointing.finish(complete=complete)
+            for name, dataset in self._task.build_eval_data().items()
+        ]
+        return Evaluation(
+            evaluators, every_steps=config.every_steps, every_epochs=config.every_epochs, use_ema=config.use_ema
+        )
+
+    def _writer(self) -> MetricsWriter | None:
+        if not self._place.is_rank_zero:
+            return None
+        state_dir = Path(self._spec.state_dir)
+        board_dir = state_dir / "tensorboard" if self._config.metrics.tensorboard else None
+        return MetricsWriter(state_dir / METRICS_FILE, board_dir, self._log)
+
+    def _reporter(self, timer: DeviceTimer, writer: MetricsWriter | None) -> Reporter:
+        return Reporter(
+            self._session,
+            timer,
+            writer,
+            self._log,
+            every_steps=self._config.metrics.every_steps,
+            incarnation=self._spec.incarnation,
+            num_workers=self._config.data.num_workers,
+            tokens_per_sample=self._task.tokens_per_sample,
+            weight_is_tokens=self._task.weight is not None,
+            max_steps=self._limits.num_steps,
+            advise=self._advise,
+        )
+
+    # ---- words
+
+    def _advise_before_start(self) -> None:
+        self._advise(
+            batchnorm_advice(
+                self._trainee.replica.batchnorm_layers(),
+                micro_batch_size=self._batch.micro_batch_size,
+                world_size=self._place.world_size,
+                synchronised=self._config.model.sync_batchnorm,
+            )
+        )
+        self._advise(
+            schedule_advice(
+                schedule_horizons(self._trainee.scheduler),
+                max_steps=self._limits.num_steps,
+                microbatches_per_step=self._batch.num_microbatches,
+                world_size=self._place.world_size,
+            )
+        )
+
+    def _log_start(self) -> None:
+        self._log.info(
+            "training_started",
+            task=self._config.task,
+            world_size=self._place.world_size,
+            device=str(self._place.device),
+            precision=self._trainee.precision.mode,
+            parameters=sum(p.numel() for p in self._trainee.replica.module.parameters()),
+            samples=self._plan.length,
+            global_batch_size=self._batch.global_batch_size,
+            micro_batch_size=self._batch.micro_batch_size,
+            max_steps=self._limits.num_steps,
+            startup_s=round(perf_counter() - self._started_s, 3),
+        )
+
+    def _outcome(self, complete: bool, kept: Kept, reporter: Reporter, evaluation: Evaluation) -> Outcome:
+        session = self._session
         reason = "complete" if complete else f"preempted ({session.stop_reason})"
         if not complete and kept.step is not None:
             reason += f", snapshot of step {kept.step} {'durable' if kept.durable else 'in the memory tier only'}"
-        totals = reporter.totals
         summary = {
             "kind": "summary",
             "step": session.global_step,
-            "incarnation": spec.incarnation,
+            "incarnation": self._spec.incarnation,
             "complete": complete,
             "reason": reason,
             "counters": asdict(session.counters),
-            "epochs": session.sample_position / len(train_data),
-            "max_steps": limits.num_steps,
-            "world_size": place.world_size,
-            "device": str(place.device),
-            "precision": precision.mode,
+            "epochs": session.sample_position / self._plan.length,
+            "max_steps": self._limits.num_steps,
+            "world_size": self._place.world_size,
+            "device": str(self._place.device),
+            "precision": self._trainee.precision.mode,
             "last_loss": reporter.last_loss,
-            "evaluation": loop.last_evaluation,
-            "wall_s": perf_counter() - started_s,
-            **asdict(totals),
+            "evaluation": evaluation.last,
+            "snapshot": asdict(kept),
+            "wall_s": perf_counter() - self._started_s,
+            **asdict(reporter.totals),
         }
-        if writer is not None:
-            writer.write([summary])
-    finally:
-        stream.close()
-        checkpointing.close()
-        if writer is not None:
-            writer.close()
-    session.enter_exit()
-    return Outcome(complete, reason, batch.global_batch_size, summary)
-
-
-def _advise_before_start(
-    advise: Callable[[Advice | None], None],
-    replica: Replica,
-    scheduler: Any,
-    limits: Limits,
-    batch: BatchPlan,
-    place: Place,
-    config: JobConfig,
-) -> None:
-    advise(
-        batchnorm_advice(
-            replica.batchnorm_layers(),
-            micro_batch_size=batch.micro_batch_size,
-            world_size=place.world_size,
-            synchronised=config.model.sync_batchnorm,
-        )
-    )
-    advise(
-        schedule_advice(
-            schedule_horizons(scheduler),
-            max_steps=limits.num_steps,
-            microbatches_per_step=batch.num_microbatches,
-            world_size=place.world_size,
-        )
-    )
+        return Outcome(complete, reason, self._batch.global_batch_size, summary)

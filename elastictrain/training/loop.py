@@ -8,192 +8,115 @@ It stands on `Session` alone. What is in here is the order of things; the parts 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
 
 from elastictrain.core.counters import Counters
 from elastictrain.core.phases import Phase
 from elastictrain.core.skips import SkippedUpdate, SkipWatch
-from elastictrain.core.window import WindowPlan
 from elastictrain.errors import HaltError, TaskError
-from elastictrain.training.data import FetchFailed, Span, to_device
-from elastictrain.training.ema import Ema
-from elastictrain.training.evaluate import Evaluator
+from elastictrain.training.data import to_device
+from elastictrain.training.evaluate import Evaluation
+from elastictrain.training.feed import Feed
 from elastictrain.training.losses import split_loss
-from elastictrain.training.precision import Precision
-from elastictrain.training.replica import Replica
 from elastictrain.training.report import Reporter, StepRecord
 from elastictrain.training.session import Session, Step
 from elastictrain.training.snapshot import Snapshotter
 from elastictrain.training.task import BoundTask
 from elastictrain.training.timing import DeviceTimer
-from elastictrain.training.update import Updater
-
-
-class Limits:
-    """When a run is complete.
-
-    Args:
-        plan: how the samples are cut into windows.
-        max_steps: optimizer steps; None for no such limit.
-        max_epochs: epochs; None for no such limit.
-    """
-
-    def __init__(self, plan: WindowPlan, max_steps: int | None, max_epochs: int | None) -> None:
-        self._plan = plan
-        self._max_steps = max_steps
-        self._max_epochs = max_epochs
-
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        steps = [self._max_steps] if self._max_steps is not None else []
-        if self._max_epochs is not None:
-            steps.append(self._plan.steps_in(self._max_epochs))
-        return min(steps)
-
-    def reached(self, global_step: int, sample_position: int) -> bool:
-        if self._max_steps is not None and global_step >= self._max_steps:
-            return True
-        return self._max_epochs is not None and self._plan.epochs_done(sample_position) >= self._max_epochs
-
-
-def my_spans(session: Session, plan: WindowPlan, limits: Limits) -> Iterator[Span]:
-    """What this rank will read from the session's position on, until the run is complete."""
-    step, position = session.global_step, session.sample_position
-    while not limits.reached(step, position):
-        window = plan.window_at(position)
-        for microbatch in window.share(session.place.rank, session.place.world_size):
-            yield microbatch.start, microbatch.stop
-        step, position = step + 1, window.stop
+from elastictrain.training.trainee import Trainee
 
 
 class Loop:
-    """Trains until the limits are reached or the session stops.
+    """Trains until the feed's limits are reached or the session stops.
 
     Args:
-        session: counters, phases, plan.
+        session: counters, phases, stop flag.
         task: the user's task.
-        replica: the model.
-        updater: the end of a step.
-        precision: autocast and loss scale.
-        scheduler: advanced once per applied update; None for a constant learning rate.
-        ema: averaged weights; None for none.
-        evaluators: run when due.
+        trainee: model and optimizer.
+        feed: this rank's batches.
+        evaluation: what is evaluated, and when.
         reporter: gets every step.
         timer: the device's clock.
-        plan: how samples are cut into windows.
-        limits: when the run is complete.
-        stream: this rank's batches, in order.
         skip_watch: halts a run that only skips.
         snapshotter: keeps the state, on the rank that does; None on the others.
     """
 
     def __init__(
         self,
-        *,
         session: Session,
         task: BoundTask,
-        replica: Replica,
-        updater: Updater,
-        precision: Precision,
-        scheduler: LRScheduler | None,
-        optimizer: torch.optim.Optimizer,
-        ema: Ema | None,
-        evaluators: list[Evaluator],
+        trainee: Trainee,
+        feed: Feed,
+        evaluation: Evaluation,
         reporter: Reporter,
         timer: DeviceTimer,
-        plan: WindowPlan,
-        limits: Limits,
-        stream: Iterator[Any],
         skip_watch: SkipWatch,
         snapshotter: Snapshotter | None,
-        report_every: int,
-        eval_every_steps: int | None,
-        eval_every_epochs: int | None,
-        eval_with_ema: bool,
-        channels_last: bool,
     ) -> None:
         self._session = session
         self._place = session.place
         self._task = task
-        self._replica = replica
-        self._updater = updater
-        self._precision = precision
-        self._scheduler = scheduler
-        self._optimizer = optimizer
-        self._ema = ema
-        self._evaluators = evaluators
+        self._trainee = trainee
+        self._replica = trainee.replica
+        self._precision = trainee.precision
+        self._feed = feed
+        self._evaluation = evaluation
         self._reporter = reporter
         self._timer = timer
-        self._plan = plan
-        self._limits = limits
-        self._stream = stream
         self._skip_watch = skip_watch
         self._snapshotter = snapshotter
-        self._report_every = report_every
-        self._eval_every_steps = eval_every_steps
-        self._eval_every_epochs = eval_every_epochs
-        self._eval_with_ema = eval_with_ema
-        self._channels_last = channels_last
         self._non_blocking = self._place.device.type == "cuda"
         self._reducing = False
-        self._evaluated_at = -1
-        self.last_evaluation: dict[str, float] = {}
         session.on_settled(self._settled)
         if self._place.world_size > 1:
-            replica.on_last_gradient(self._last_gradient)
+            self._replica.on_last_gradient(self._last_gradient)
 
     # ---- the run
 
     def run(self) -> bool:
         """Trains; returns True if the run is complete, False if it was stopped before."""
-        session = self._session
+        session, plan = self._session, self._feed.plan
         self._reporter.start()
-        while not self._complete and (step := session.begin_step(self._plan)) is not None:
-            epochs_before = self._plan.epochs_done(session.sample_position)
+        while not self._complete and (step := session.begin_step(plan)) is not None:
+            epochs_before = plan.epochs_done(session.sample_position)
             self._step(step)
             number = session.global_step
             if self._snapshotter is not None and self._snapshotter.due(number):
-                session.enter(Phase.SNAPSHOT)
-                self._snapshotter.take()
-                session.enter(Phase.READY)
-            if number % self._report_every == 0:
+                self._snapshot()
+            if self._reporter.due(number):
                 self._reporter.report()
-            epoch_ended = self._plan.epochs_done(session.sample_position) // (self._eval_every_epochs or 1) > (
-                epochs_before // (self._eval_every_epochs or 1)
-            )
-            if (self._eval_every_steps and number % self._eval_every_steps == 0) or (
-                self._eval_every_epochs and epoch_ended
-            ):
+            if self._evaluation.due(number, epochs_before, plan.epochs_done(session.sample_position)):
                 self.evaluate()
+        if self._snapshotter is not None and self._snapshotter.last_step != session.global_step:
+            # Evaluation at the end may take long: nothing of what was trained shall hang on it.
+            self._snapshot()
         self._reporter.report()
         return self._complete
 
+    def _snapshot(self) -> None:
+        assert self._snapshotter is not None
+        self._session.enter(Phase.SNAPSHOT)
+        self._snapshotter.take()
+        self._session.enter(Phase.READY)
+
     @property
     def _complete(self) -> bool:
-        return self._limits.reached(self._session.global_step, self._session.sample_position)
+        return self._feed.limits.reached(self._session.global_step, self._session.sample_position)
 
     def evaluate(self) -> None:
         """Evaluates on every dataset, unless this very step has been. Collective."""
-        session = self._session
-        if not self._evaluators or self._evaluated_at == session.global_step:
+        session, step = self._session, self._session.global_step
+        if not self._evaluation.wanted_at(step):
             return
         session.settle()
         session.enter(Phase.EVAL)
         self._before_change()  # evaluating puts other weights in for a while
-        ema = self._ema if self._eval_with_ema else None
-        values: dict[str, float] = {}
-        for evaluator in self._evaluators:
-            values |= evaluator.run(self._replica, ema)
+        values = self._evaluation.run(step, self._replica, self._trainee.ema)
         session.enter(Phase.READY)
-        self._evaluated_at = session.global_step
-        self.last_evaluation = values
         self._reporter.evaluated(values)
 
     # ---- one step
@@ -211,7 +134,7 @@ class Loop:
         weights: list[float] = []
         total_weight: float | Tensor = float(step.window.num_samples)
         if self._task.weight is not None:
-            fetched = [self._fetch(step) for _ in range(num_mine)]
+            fetched = [self._feed.fetch(step) for _ in range(num_mine)]
             weights = [self._weigh(batch, step) for batch in fetched]
             total_weight = self._total_weight(sum(weights), step)
         loss_sum: Tensor | None = None
@@ -225,9 +148,9 @@ class Loop:
             else:
                 if number:
                     session.enter(Phase.DATA)
-                batch, weight = self._fetch(step), float(microbatch.num_samples)
+                batch, weight = self._feed.fetch(step), float(microbatch.num_samples)
             batch = to_device(
-                batch, self._place.device, non_blocking=self._non_blocking, channels_last=self._channels_last
+                batch, self._place.device, non_blocking=self._non_blocking, channels_last=self._trainee.channels_last
             )
             if number == 0:
                 self._timer.begin()
@@ -251,9 +174,9 @@ class Loop:
         session.enter(Phase.OPTIMIZER)
         self._before_change()
         session.settle()
-        lr = self._optimizer.param_groups[0]["lr"]
+        lr = self._trainee.optimizer.param_groups[0]["lr"]
         scale = self._precision.scale()
-        result = self._updater.apply()
+        result = self._trainee.updater.apply()
         self._timer.mark()
         self._reporter.record(
             StepRecord(
@@ -272,12 +195,6 @@ class Loop:
         """The state is about to change: a snapshot that is still being copied must be done first."""
         if self._snapshotter is not None:
             self._snapshotter.before_change()
-
-    def _fetch(self, step: Step) -> Any:
-        batch = next(self._stream)
-        if isinstance(batch, FetchFailed):
-            raise batch.as_error(step.index)
-        return batch
 
     def _weigh(self, batch: Any, step: Step) -> float:
         assert self._task.weight is not None
@@ -351,10 +268,10 @@ class Loop:
 
     def _settled(self, applied: bool, counters: Counters) -> None:
         if applied:
-            if self._scheduler is not None:
-                self._scheduler.step()
-            if self._ema is not None:
-                self._ema.update()
+            if self._trainee.scheduler is not None:
+                self._trainee.scheduler.step()
+            if self._trainee.ema is not None:
+                self._trainee.ema.update()
             return
         record = self._reporter.last
         skipped = SkippedUpdate(

@@ -57,6 +57,7 @@ class Reporter:
         timer: the device's clock.
         writer: where records go; None on every rank but zero.
         log: for events.
+        every_steps: steps between two reports.
         incarnation: stamped on every record.
         num_workers: loader processes, for advice.
         tokens_per_sample: for tokens/s, where the window's weight does not tell.
@@ -72,6 +73,7 @@ class Reporter:
         writer: MetricsWriter | None,
         log: Logger,
         *,
+        every_steps: int,
         incarnation: int,
         num_workers: int,
         tokens_per_sample: int | None,
@@ -83,6 +85,7 @@ class Reporter:
         self._timer = timer
         self._writer = writer
         self._log = log
+        self._every_steps = every_steps
         self._incarnation = incarnation
         self._num_workers = num_workers
         self._tokens_per_sample = tokens_per_sample
@@ -96,6 +99,10 @@ class Reporter:
         self.last_loss: float | None = None
         """Mean loss of the last reported window."""
         session.on_settled(self._settled)
+
+    def due(self, global_step: int) -> bool:
+        """Whether this step is followed by a report."""
+        return global_step % self._every_steps == 0
 
     def record(self, record: StepRecord) -> None:
         """Keeps one step; its outcome arrives when the session settles it."""

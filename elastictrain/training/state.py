@@ -7,31 +7,22 @@ handed out as they are, not copied: who keeps them must copy them before the nex
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch import Tensor
 
-from elastictrain.checkpoint.format import TensorSpec
+from elastictrain.checkpoint.format import EMA_FILE, MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, TensorSpec
 from elastictrain.checkpoint.tree import decode, encode
 from elastictrain.core.batch import BatchPlan
 from elastictrain.core.counters import Counters
 from elastictrain.core.identity import DataIdentity, Difference
 from elastictrain.errors import SnapshotMismatchError
-from elastictrain.training.ema import Ema
-from elastictrain.training.precision import Precision
 from elastictrain.training.session import Session
 from elastictrain.training.task import BoundTask
-
-MODEL_FILE = "model.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
-EMA_FILE = "ema.safetensors"
-STATE_FILE = "state.safetensors"
+from elastictrain.training.trainee import Trainee
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -91,38 +82,24 @@ class TrainingState:
 
     Args:
         session: counters and seed.
-        module: the bare model.
-        optimizer: over the model's parameters.
-        scheduler: None for a constant learning rate.
-        precision: whose scaler is kept, where there is one.
-        ema: averaged weights; None for none.
         task: whose own state is kept, where it has any.
+        trainee: model, optimizer, scheduler, scaler, averages.
         data: identity of the training data's order.
         batch: batch sizes of this start.
     """
 
     def __init__(
-        self,
-        *,
-        session: Session,
-        module: nn.Module,
-        optimizer: Optimizer,
-        scheduler: LRScheduler | None,
-        precision: Precision,
-        ema: Ema | None,
-        task: BoundTask,
-        data: DataIdentity,
-        batch: BatchPlan,
+        self, session: Session, task: BoundTask, trainee: Trainee, data: DataIdentity, batch: BatchPlan
     ) -> None:
         self._session = session
-        self._module = module
-        self._optimizer = optimizer
-        self._scheduler = scheduler
-        self._precision = precision
-        self._ema = ema
         self._task = task
         self._data = data
         self._batch = batch
+        self._module = module = trainee.replica.module
+        self._optimizer = optimizer = trainee.optimizer
+        self._scheduler = trainee.scheduler
+        self._precision = trainee.precision
+        self._ema = trainee.ema
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self._parameter_names = [names.get(id(p), f"outside_model.{i}") for i, p in enumerate(held)]
@@ -315,8 +292,3 @@ def _schedule_layouts(scheduler: Any) -> Iterator[tuple[Any, str, Any]]:
             yield scheduler, name, getattr(scheduler, name)
     for inner in getattr(scheduler, "_schedulers", ()):
         yield from _schedule_layouts(inner)
-
-
-def total_bytes(files: Mapping[str, Iterable[Tensor]]) -> int:
-    """Bytes of all tensors."""
-    return sum(math.prod(t.shape) * t.element_size() for tensors in files.values() for t in tensors)
