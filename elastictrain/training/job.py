@@ -15,7 +15,7 @@ from elastictrain.core.advice import Advice, batchnorm_advice, schedule_advice
 from elastictrain.core.batch import BatchPlan, resolve_batch
 from elastictrain.core.seeds import Stream, derive
 from elastictrain.core.skips import SkipWatch
-from elastictrain.core.window import WindowPlan
+from elastictrain.core.window import EpochTail, WindowPlan
 from elastictrain.errors import DataError
 from elastictrain.logs import Logger
 from elastictrain.protocol import METRICS_FILE, RunSpec
@@ -102,7 +102,7 @@ def run_job(spec: RunSpec, session: Session, log: Logger) -> Outcome:
 
     plan = WindowPlan(len(train_data), batch.global_batch_size, batch.micro_batch_size, config.data.epoch_tail)
     limits = Limits(plan, config.train.max_steps, config.train.max_epochs)
-    if limits.num_steps < 1:
+    if plan.epoch_tail is EpochTail.DROP and plan.length < plan.global_batch_size:
         raise DataError(
             f"the dataset has {len(train_data)} samples, fewer than one global batch of {batch.global_batch_size}, "
             'and data.epoch_tail = "drop" leaves them all out',
