@@ -196,6 +196,7 @@ class Loop:
         by_hand = step.window.num_microbatches < world_size
         if by_hand:
             self._replica.broadcast_buffers()
+        model = self._replica.module if by_hand else self._replica.forward_module
         session.enter(Phase.DATA)
         fetched: list[Any] = []
         weights: list[float] = []
@@ -222,7 +223,6 @@ class Loop:
             if number == 0:
                 self._timer.begin()
             session.begin_microbatch(microbatch)
-            model = self._replica.module if by_hand else self._replica.model_for(reduce=is_last)
             with self._replica.accumulating(reduce=is_last and not by_hand):
                 with self._precision.autocast():
                     value = self._task.loss(model, batch)

@@ -72,8 +72,6 @@ class Replica:
                 bucket_cap_mb=ddp_config.bucket_cap_mb,
             )
         self.forward_module: nn.Module = self._ddp if self._ddp is not None else self.module
-        # torch learns the static graph in the first pass through DDP, which must not be one without reduction.
-        self._graph_unknown = ddp_config.static_graph
         self._last_hook: LastGradientHook | None = None
 
     def batchnorm_layers(self) -> list[str]:
@@ -93,14 +91,6 @@ class Replica:
         """To be called after each backward pass that could tell which gradient is last; cheap."""
         if self._last_hook is not None:
             self._last_hook.after_first_backward()
-
-    def model_for(self, *, reduce: bool) -> nn.Module:
-        """What the loss of a microbatch calls, given whether its backward pass reduces."""
-        if self._graph_unknown:
-            if not reduce:
-                return self.module
-            self._graph_unknown = False
-        return self.forward_module
 
     def accumulating(self, *, reduce: bool) -> AbstractContextManager[object]:
         """The scope of one microbatch's forward and backward pass; gradients are reduced at its end, or not."""
