@@ -16,7 +16,7 @@ from elastictrain.core.batch import BatchPlan, resolve_batch
 from elastictrain.core.seeds import Stream, derive
 from elastictrain.core.skips import SkipWatch
 from elastictrain.core.window import EpochTail, WindowPlan
-from elastictrain.errors import DataError
+from elastictrain.errors import ConfigError, DataError
 from elastictrain.logs import Logger
 from elastictrain.protocol import METRICS_FILE, RunSpec
 from elastictrain.training.data import SeededReader, batches
@@ -108,6 +108,8 @@ def run_job(spec: RunSpec, session: Session, log: Logger) -> Outcome:
             'and data.epoch_tail = "drop" leaves them all out',
             'Use data.epoch_tail = "continue" or "partial", or a smaller train.global_batch_size.',
         )
+    if config.ddp.static_graph and place.world_size > 1:
+        _check_static_graph(plan, place)
     scheduler = task.build_scheduler(optimizer, limits.num_steps)
     _advise_before_start(advise, replica, scheduler, limits, batch, place, config)
 
@@ -229,6 +231,20 @@ def run_job(spec: RunSpec, session: Session, log: Logger) -> Outcome:
             writer.close()
     session.enter_exit()
     return Outcome(complete, reason, batch.global_batch_size, summary)
+
+
+def _check_static_graph(plan: WindowPlan, place: Place) -> None:
+    """torch counts each rank's backward passes of the first step, and expects as many reductions ever after."""
+    full = plan.global_batch_size // plan.micro_batch_size
+    short = plan.length % plan.global_batch_size if plan.epoch_tail is EpochTail.PARTIAL else 0
+    if full == place.world_size and (short == 0 or -(-short // plan.micro_batch_size) == place.world_size):
+        return
+    raise ConfigError(
+        "ddp.static_graph = true needs exactly one microbatch per rank and step, since torch cannot accumulate "
+        f"gradients over a static graph; a step has {full} microbatches for {place.world_size} ranks",
+        "Leave ddp.static_graph out, or make train.global_batch_size = train.micro_batch_size × ranks, with "
+        'data.epoch_tail = "continue" or "drop".',
+    )
 
 
 def _advise_before_start(
