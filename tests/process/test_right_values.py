@@ -356,9 +356,7 @@ def draws(run: Trained, world_size: int) -> tuple[dict[tuple[int, int], Any], se
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_random_numbers_belong_to_samples_and_microbatches(
-    at_world_sizes: dict[int, Trained], world_size: int
-) -> None:
+def test_random_numbers_belong_to_samples_and_microbatches(at_world_sizes: dict[int, Trained], world_size: int) -> None:
     samples_alone, passes_alone = draws(at_world_sizes[1], 1)
     samples_here, passes_here = draws(at_world_sizes[world_size], world_size)
     assert samples_here == samples_alone, "augmentation depends on who reads the sample"
@@ -382,9 +380,7 @@ def test_forty_samples_two_ranks_each_once_in_an_epoch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_loader_workers_change_nothing(
-    tmp_path: Path, at_world_sizes: dict[int, Trained], num_workers: int
-) -> None:
+def test_loader_workers_change_nothing(tmp_path: Path, at_world_sizes: dict[int, Trained], num_workers: int) -> None:
     run = train(
         tmp_path,
         "Regression",
@@ -427,8 +423,6 @@ def test_five_microbatches_on_ranks_that_do_not_divide(tmp_path: Path, world_siz
         difference = max_difference(gradients(alone), gradients(several, rank=rank))
         assert difference < 1e-6, "a mean over ranks would weigh the rank with fewer microbatches too much"
     assert several.losses == pytest.approx(alone.losses, rel=1e-6)
-
-
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
