@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import traceback
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, cast
@@ -23,6 +22,7 @@ from elastictrain.core.seeds import Stream, derive
 from elastictrain.errors import DataError
 from elastictrain.procs import die_with_parent
 from elastictrain.training.randomness import Generators
+from elastictrain.training.task import user_traceback
 
 Span = tuple[int, int]
 """Sample positions `[start, stop)`."""
@@ -105,8 +105,7 @@ class SeededCollate:
 
 
 def _failed(error: Exception, index: int | None, epoch: int) -> FetchFailed:
-    lines = traceback.format_exception(error)
-    return FetchFailed(index, epoch, f"{type(error).__name__}: {error}", "".join(lines[-6:]).rstrip())
+    return FetchFailed(index, epoch, f"{type(error).__name__}: {error}", user_traceback(error))
 
 
 def _init_loader_process(_worker_id: int) -> None:

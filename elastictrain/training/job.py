@@ -16,7 +16,7 @@ from elastictrain.core.batch import resolve_batch
 from elastictrain.core.identity import DataIdentity
 from elastictrain.core.seeds import Stream, derive
 from elastictrain.core.skips import SkipWatch
-from elastictrain.core.window import WindowPlan
+from elastictrain.core.window import EpochTail, WindowPlan
 from elastictrain.errors import DataError
 from elastictrain.logs import Logger
 from elastictrain.protocol import METRICS_FILE, RunSpec
@@ -29,7 +29,7 @@ from elastictrain.training.inspection import inspecting, schedule_horizons
 from elastictrain.training.loop import Loop
 from elastictrain.training.metrics import MetricsWriter
 from elastictrain.training.precision import Precision
-from elastictrain.training.replica import Replica
+from elastictrain.training.replica import Replica, check_static_graph
 from elastictrain.training.report import Reporter
 from elastictrain.training.session import Session
 from elastictrain.training.state import TrainingState
@@ -161,12 +161,14 @@ class _Job:
 
     def _checked_limits(self) -> Limits:
         limits = Limits(self._plan, self._config.train.max_steps, self._config.train.max_epochs)
-        if limits.num_steps < 1:
+        if self._plan.epoch_tail is EpochTail.DROP and self._plan.length < self._plan.global_batch_size:
             raise DataError(
                 f"the dataset has {self._plan.length} samples, fewer than one global batch of "
                 f'{self._plan.global_batch_size}, and data.epoch_tail = "drop" leaves them all out',
                 'Use data.epoch_tail = "continue" or "partial", or a smaller train.global_batch_size.',
             )
+        if self._config.ddp.static_graph and self._place.world_size > 1:
+            check_static_graph(self._plan, self._place.world_size)
         return limits
 
     def _build_trainee(self) -> Trainee:

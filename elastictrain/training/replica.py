@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from elastictrain.config.schema import DdpConfig, ModelConfig
+from elastictrain.core.window import EpochTail, WindowPlan
 from elastictrain.errors import ConfigError, ReplicaMismatchError
 from elastictrain.training.collectives import gather_ints
 from elastictrain.training.device import Place
@@ -138,6 +139,21 @@ class Replica:
             with torch.no_grad():
                 for buffer, value in zip(self._buffers, kept, strict=True):
                     buffer.copy_(value)
+
+
+def check_static_graph(plan: WindowPlan, world_size: int) -> None:
+    """Refuses a static graph where torch would reduce it wrongly: it counts each rank's backward passes of the first
+    step, and expects as many reductions ever after."""
+    full = plan.global_batch_size // plan.micro_batch_size
+    short = plan.length % plan.global_batch_size if plan.epoch_tail is EpochTail.PARTIAL else 0
+    if full == world_size and (short == 0 or -(-short // plan.micro_batch_size) == world_size):
+        return
+    raise ConfigError(
+        "ddp.static_graph = true needs exactly one microbatch per rank and step, since torch cannot accumulate "
+        f"gradients over a static graph; a step has {full} microbatches for {world_size} ranks",
+        "Leave ddp.static_graph out, or make train.global_batch_size = train.micro_batch_size × ranks, with "
+        'data.epoch_tail = "continue" or "drop".',
+    )
 
 
 class LastGradientHook:

@@ -1,7 +1,7 @@
 """Tiny tasks that write down what they see.
 
-Each rank appends to `seen-<rank>.jsonl` in `RECORD_DIR`: every microbatch (its samples, what the generators drew), every
-gradient an optimizer was given, every set of weights it left. JSON keeps a float to the last bit.
+Each rank appends to `seen-<rank>.jsonl` in `RECORD_DIR`: every microbatch (its samples, what the generators drew),
+every gradient an optimizer was given, every set of weights it left. JSON keeps a float to the last bit.
 """
 
 from __future__ import annotations

