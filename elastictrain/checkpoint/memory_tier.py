@@ -398,7 +398,7 @@ class MemoryTier:
         newest = self.newest or next(iter(self.snapshots()), None)
         protected = newest.path.name if newest is not None else None
         names = [f"slot-{index}" for index in range(MAX_SLOTS)]
-        existing = [name for name in names[2:] if (self.root / name).is_dir()]
+        existing = [name for name in names[2:] if _allocated_bytes(self.root / name)]
         usual = [name for name in [*names[:2], *existing] if name != protected]
         # Oldest first; a slot without a complete snapshot before all.
         for name in sorted(usual, key=lambda name: -held.get(name, len(names))):
@@ -412,6 +412,12 @@ class MemoryTier:
             return Declined(
                 f"storage does not keep up, and a third slot of {_mib(size_bytes)} MiB would exceed "
                 f"checkpoint.memory_budget_mb = {self._budget_bytes >> 20}"
+            )
+        system = os.fstatvfs(self._root_fd)
+        if (available := system.f_bavail * system.f_frsize) < size_bytes:
+            return Declined(
+                f"storage does not keep up, and there is no room for a third slot: {_mib(size_bytes)} MiB needed, "
+                f"{available >> 20} available"
             )
         return self._lock_slot(extra[0]) or Declined("storage does not keep up")
 

@@ -84,7 +84,7 @@ class Store(ABC):
 
         Raises:
             SnapshotDamagedError: the source is not what its manifest says. Trying again does not help.
-            StorageError: the store failed; nothing that looks complete is left behind. Trying again may help.
+            StorageError: the store failed; what looks complete, is. Trying again may help.
         """
 
     @abstractmethod

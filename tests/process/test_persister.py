@@ -1,0 +1,241 @@
+"""The persister: what it is asked for becomes durable, whatever happens to it, to its store, or to training."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from snapshot_payload import RUN_ID, assert_holds, store_of, tier_of, write
+
+from elastictrain.checkpoint.catalog import newest_first, open_candidate
+from elastictrain.checkpoint.faults import ENV_FAULT
+from elastictrain.checkpoint.format import snapshot_name
+from elastictrain.checkpoint.persist_loop import PersisterSettings, Report
+from elastictrain.checkpoint.persister_client import Persister
+from elastictrain.checkpoint.store import open_store
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def tier(tmp_path):
+    (tmp_path / "shm").mkdir()
+    made = tier_of(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def make_persister(tmp_path):
+    made = []
+
+    def make(*, on_report=lambda report: None, in_process=None, **changes) -> Persister:
+        settings = {"url": str(tmp_path / "snapshots"), "first_pause_s": 0.02, "longest_pause_s": 0.1, **changes}
+        made.append(Persister(PersisterSettings(**settings), on_report, in_process=in_process))
+        return made[-1]
+
+    yield make
+    for persister in made:
+        persister.close(finish=False, timeout_s=DEADLINE_S)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)
+
+
+def durable_steps(tmp_path: Path, url: str | None = None) -> list[int]:
+    store = open_store(url) if url else store_of(tmp_path)
+    steps = []
+    for candidate in newest_first(None, store):
+        with open_candidate(candidate, tmp_path) as reader:
+            assert_holds(reader)
+        steps.append(candidate.global_step)
+    return steps
+
+
+def test_what_is_submitted_becomes_durable_and_old_ones_go(tier, tmp_path, make_persister):
+    reports: list[Report] = []
+    persister = make_persister(on_report=reports.append, keep_last=2)
+    for step in range(1, 6):
+        persister.submit(write(tier, step))
+        assert persister.wait(step, DEADLINE_S)
+    persister.close(finish=True)
+    assert durable_steps(tmp_path) == [5, 4]
+    assert persister.status.durable_step == 5
+    assert persister.status.pending_step is None
+    assert persister.status.last_seconds > 0
+    assert [r.global_step for r in reports if r.kind == "persisted"] == [1, 2, 3, 4, 5]
+    deleted = [name for r in reports if r.kind == "tidied" for name in r.fields["deleted"]]
+    assert deleted == [snapshot_name(step, RUN_ID) for step in (1, 2, 3)]
+
+
+def test_pinned_and_milestones_stay(tier, tmp_path, make_persister):
+    persister = make_persister(keep_last=1, keep_every=4)
+    for step in range(1, 8):
+        persister.submit(write(tier, step))
+        assert persister.wait(step, DEADLINE_S)
+        if step == 2:
+            store_of(tmp_path).pin(RUN_ID, 2, "another run")
+    persister.close(finish=True)
+    assert durable_steps(tmp_path) == [7, 4, 2]
+
+
+def test_closing_without_finishing_and_without_a_start(make_persister):
+    persister = make_persister()
+    persister.close(finish=True)
+    assert not persister.wait(1, 0)
+
+
+@pytest.mark.parametrize("point", ["store.begin", "store.copied", "store.rename", "store.renamed"])
+def test_a_killed_persister_is_started_again(tier, tmp_path, make_persister, monkeypatch, point):
+    monkeypatch.setenv(ENV_FAULT, f"{point}:1:kill")
+
+    def forget_the_fault(report: Report) -> None:
+        if report.kind == "restarting":
+            monkeypatch.delenv(ENV_FAULT)
+
+    persister = make_persister(on_report=forget_the_fault)
+    persister.submit(write(tier, 1))
+    assert persister.wait(1, DEADLINE_S)
+    assert persister.status.num_restarts == 1
+    persister.close(finish=True)
+    assert durable_steps(tmp_path) == [1]
+    assert len(list(store_of(tmp_path).path.iterdir())) == 1
+
+
+def test_a_stalled_store_is_given_up_and_tried_afresh(tier, tmp_path, make_persister):
+    # In the second process the first write stalls as well: only the third counter, reset by the test, has no fault.
+    options = {"target": "file", "faults": {"write:1": "stall"}, "counter": "c"}
+    reports: list[Report] = []
+    persister = make_persister(
+        on_report=reports.append,
+        url=f"faulty://{tmp_path}/snapshots",
+        storage_options=options,
+        storage_timeout_s=0.5,
+    )
+    persister.submit(write(tier, 1))
+    until(lambda: persister.status.num_restarts == 2)
+    assert "moved nothing" in persister.status.last_error
+    assert [r.kind for r in reports if r.kind in ("stalled", "restarting")][:4] == ["stalled", "restarting"] * 2
+    assert durable_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("fault", ["write:1", "close:2", "put:1", "read:1", "get:1", "info:1", "info:4", "ls:1"])
+@pytest.mark.parametrize("action", ["fail", "truncate"])
+def test_each_single_fault_of_a_store_is_survived(tier, tmp_path, make_persister, fault, action):
+    unique = uuid.uuid4().hex
+    url = f"faulty://{unique}"
+    reports: list[Report] = []
+    persister = make_persister(
+        on_report=reports.append,
+        url=url,
+        storage_options={"faults": {fault: action}, "counter": unique, "secret": "hunter22"},
+    )
+    for step in (1, 2):
+        persister.submit(write(tier, step))
+        assert persister.wait(step, DEADLINE_S)
+    persister.close(finish=True)
+    assert durable_steps(tmp_path, url) == [2, 1]
+    assert "hunter22" not in str(reports) + repr(persister._settings)
+
+
+def test_a_newer_one_supersedes_one_that_waits_or_is_retried(tier, tmp_path, make_persister):
+    unique = uuid.uuid4().hex
+    url = f"faulty://{unique}"
+    faults = {"write:1": "fail+"}
+    reports: list[Report] = []
+    persister = make_persister(
+        on_report=reports.append, url=url, storage_options={"faults": faults, "counter": unique}, longest_pause_s=30.0
+    )
+    persister.submit(write(tier, 1))
+    until(lambda: sum(r.kind == "retrying" for r in reports) >= 2)
+    assert "as it was told" in persister.status.last_error
+    persister.submit(write(tier, 2))
+    until(lambda: any(r.kind == "superseded" and r.global_step == 1 for r in reports))
+    assert not persister.wait(1, 0)
+    assert persister.status.pending_step == 2
+    persister._loop._store._fs._faults.clear()  # the outage is over
+    assert persister.wait(1, DEADLINE_S)
+    assert durable_steps(tmp_path, url) == [2]
+
+
+def test_a_damaged_source_is_a_failure_that_is_known_at_once(tier, make_persister):
+    persister = make_persister()
+    snapshot = write(tier, 1)
+    path = snapshot.path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    persister.submit(snapshot)
+    assert not persister.wait(1, DEADLINE_S)
+    assert "model.safetensors" in persister.status.last_error
+    persister.submit(write(tier, 2))
+    assert persister.wait(2, DEADLINE_S)
+
+
+def test_signals_are_ignored_and_secrets_are_not_on_the_command_line(tier, make_persister):
+    persister = make_persister(storage_options={"secret": "hunter22"})
+    persister.submit(write(tier, 1))
+    assert persister.wait(1, DEADLINE_S)
+    process = psutil.Process(persister.pid)
+    assert "hunter22" not in " ".join(process.cmdline()) + str(process.environ())
+    assert os.getsid(persister.pid) == persister.pid
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        process.send_signal(signum)
+    persister.submit(write(tier, 2))
+    assert persister.wait(2, DEADLINE_S)
+    assert persister.status.num_restarts == 0
+
+
+def _start_by_hand(**settings) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "elastictrain.checkpoint.persister"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    process.stdin.write(json.dumps({"configure": settings}) + "\n")
+    return process
+
+
+def test_the_orphan_of_a_dead_worker_finishes_and_its_successor_waits_for_it(tier, tmp_path, make_persister):
+    lock_path = str(tier.root / "persister.lock")
+    snapshot = write(tier, 1)
+    faults = {"target": "file", "faults": {"write:2": "stall"}, "counter": "c"}
+    orphan = _start_by_hand(
+        url=f"faulty://{tmp_path}/snapshots", storage_options=faults, lock_path=lock_path, grace_s=2.0
+    )
+    request = {"path": str(snapshot.path), "name": snapshot.name}
+    orphan.stdin.write(json.dumps({"persist": request}) + "\n")
+    orphan.stdin.flush()
+    assert json.loads(orphan.stdout.readline())["kind"] == "started"
+    orphan.stdin.close()
+    reports: list[Report] = []
+    persister = make_persister(on_report=reports.append, lock_path=lock_path)
+    persister.submit(write(tier, 2))
+    assert persister.wait(2, DEADLINE_S)
+    assert reports[0].kind == "waiting_for_other"
+    assert [json.loads(line)["kind"] for line in orphan.stdout] == ["abandoned"]
+    orphan.stdout.close()
+    assert orphan.wait(DEADLINE_S) == 75
+    assert durable_steps(tmp_path) == [2]
+
+
+def test_what_was_asked_is_finished_after_the_worker_is_gone(tier, tmp_path):
+    snapshot = write(tier, 1)
+    process = _start_by_hand(url=str(tmp_path / "snapshots"))
+    process.stdin.write(json.dumps({"persist": {"path": str(snapshot.path), "name": snapshot.name}}) + "\n")
+    process.stdout.close()  # nobody listens any more
+    process.stdin.close()
+    assert process.wait(DEADLINE_S) == 0
+    assert durable_steps(tmp_path) == [1]
