@@ -61,6 +61,19 @@ class Setting:
     blocks: Blocks
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One contender's figures of one round, microseconds per optimizer step.
+
+    Args:
+        us: by the wall clock.
+        cpu_us: processor time of all threads, mean over ranks.
+    """
+
+    us: float
+    cpu_us: float
+
+
 class ContenderError(Exception):
     """A contender did not start, or ended before its time."""
 
@@ -93,7 +106,7 @@ def known_settings(steps: int) -> dict[str, Setting]:
         ),
         "compute-bound": Setting(
             # fp32: a processor without bf16 instructions emulates them, and would spend its step on that.
-            Workload("compute-bound", width=256, layers=4, micro_batch_size=256, precision="fp32", **common),
+            Workload("compute-bound", width=512, layers=4, micro_batch_size=64, precision="fp32", **common),
             Blocks(startup_steps=whole(steps / 5) + 20, warm_steps=REPORT_EVERY, measured_steps=whole(steps / 5)),
         ),
     }
@@ -145,13 +158,13 @@ class Rank:
         self._process.stdin.write(b"\n")
         self._process.stdin.flush()
 
-    def answer(self) -> float:
-        """Waits for the end of a turn; microseconds per optimizer step."""
+    def answer(self) -> Turn:
+        """Waits for the end of a turn."""
         line = self._answers.readline()
         if not line:
             self._process.wait()
             raise ContenderError(self._explain())
-        return float(json.loads(line)["us_per_step"])
+        return Turn(*json.loads(line))
 
     def finish(self) -> None:
         if self._process.wait(timeout=60):
@@ -200,14 +213,15 @@ class Group:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5))
         self._ranks = [Rank(contender, setting, n, world_size, self._store.port) for n in range(world_size)]
 
-    def turn(self) -> float:
+    def turn(self) -> Turn:
         """One block of steps; a group is as slow as its slowest rank."""
         for rank in self._ranks:
             rank.go()
         return self.wait()
 
-    def wait(self) -> float:
-        return max([rank.answer() for rank in self._ranks])
+    def wait(self) -> Turn:
+        turns = [rank.answer() for rank in self._ranks]
+        return Turn(max(turn.us for turn in turns), sum(turn.cpu_us for turn in turns) / len(turns))
 
     def finish(self) -> None:
         for rank in self._ranks:
@@ -238,12 +252,12 @@ def all_started(contenders: Sequence[Contender], setting: Setting, world_size: i
 
 def measure(
     contenders: Sequence[Contender], setting: Setting, *, world_size: int, rounds: int, shuffle: random.Random
-) -> dict[str, list[float]]:
-    """Microseconds per optimizer step, by contender, one figure a round."""
+) -> dict[str, list[Turn]]:
+    """What each contender took, one turn a round."""
     blocks = setting.blocks
     num_steps = blocks.startup_steps + rounds * blocks.steps_per_turn
     setting = replace(setting, workload=replace(setting.workload, num_steps=num_steps))
-    figures: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    figures: dict[str, list[Turn]] = {contender.name: [] for contender in contenders}
     with all_started(contenders, setting, world_size) as groups:
         for number in range(rounds):
             _progress(f"{setting.workload.name}, {world_size} rank(s): round {number + 1} of {rounds}")
@@ -262,6 +276,7 @@ class Comparison:
 
     Args:
         us_per_step: median microseconds per optimizer step.
+        cpu_us_per_step: likewise, processor time of all threads, mean over ranks.
         us_over_plain: median, over rounds, of the difference to the plain loop's figure of the same round.
         ratio: likewise the quotient.
         ratio_low, ratio_high: 95 % confidence interval of that median.
@@ -269,6 +284,7 @@ class Comparison:
     """
 
     us_per_step: float
+    cpu_us_per_step: float
     us_over_plain: float
     ratio: float
     ratio_low: float
@@ -276,12 +292,13 @@ class Comparison:
     ratio_quartiles: tuple[float, float]
 
 
-def compare(mine: Sequence[float], plain: Sequence[float]) -> Comparison:
-    ratios = sorted(a / b for a, b in zip(mine, plain, strict=True))
+def compare(mine: Sequence[Turn], plain: Sequence[Turn]) -> Comparison:
+    ratios = sorted(a.us / b.us for a, b in zip(mine, plain, strict=True))
     low, high = median_interval(len(ratios))
     return Comparison(
-        us_per_step=median(mine),
-        us_over_plain=median(a - b for a, b in zip(mine, plain, strict=True)),
+        us_per_step=median(turn.us for turn in mine),
+        cpu_us_per_step=median(turn.cpu_us for turn in mine),
+        us_over_plain=median(a.us - b.us for a, b in zip(mine, plain, strict=True)),
         ratio=median(ratios),
         ratio_low=ratios[low],
         ratio_high=ratios[high],
@@ -310,13 +327,12 @@ def print_table(setting: Setting, world_size: int, comparisons: dict[str, Compar
         f"\n{workload.name}, {world_size} rank(s): {ACCUMULATION_STEPS} microbatches of {workload.micro_batch_size} "
         f"a rank, {workload.precision}"
     )
-    print(f"  {'':14}{'µs/step':>10}{'+µs':>10}{'ratio':>9}   {'95 % of the median':20}middle half of rounds")
+    heads = f"{'µs/step':>10}{'+µs':>10}{'ratio':>9}{'CPU µs':>10}"
+    print(f"  {'':14}{heads}   {'95 % of the median':20}middle half of rounds")
     for name, c in comparisons.items():
         interval, quartiles = (f"{a:.3f} to {b:.3f}" for a, b in ((c.ratio_low, c.ratio_high), c.ratio_quartiles))
-        print(
-            f"  {name:14}{c.us_per_step:>10.0f}{c.us_over_plain:>+10.0f}{c.ratio:>9.3f}   {interval:20}{quartiles}",
-            flush=True,
-        )
+        values = f"{c.us_per_step:>10.0f}{c.us_over_plain:>+10.0f}{c.ratio:>9.3f}{c.cpu_us_per_step:>10.0f}"
+        print(f"  {name:14}{values}   {interval:20}{quartiles}", flush=True)
 
 
 def machine(contenders: Sequence[Contender]) -> dict[str, Any]:
@@ -414,7 +430,7 @@ def main() -> int:
                     "workload": asdict(setting.workload),
                     "blocks": asdict(setting.blocks),
                     "world_size": world_size,
-                    "us_per_step_by_round": figures,
+                    "turns": {who: [asdict(turn) for turn in turns] for who, turns in figures.items()},
                     "comparisons": {who: asdict(c) for who, c in comparisons.items()},
                 }
             )
