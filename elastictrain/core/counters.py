@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,7 @@ class Counters:
         """One window consumed, up to `sample_position`; its update was applied, or skipped."""
         if sample_position <= self.sample_position:
             raise ValueError(f"a window cannot end at {sample_position}: it began at {self.sample_position}")
-        return replace(
-            self,
+        return Counters(
             global_step=self.global_step + 1,
             applied=self.applied + applied,
             skipped=self.skipped + (not applied),

@@ -95,6 +95,30 @@ def order(seed: int, epoch: int, length: int) -> Permutation:
     return Permutation(derive(seed, Stream.ORDER, epoch), length)
 
 
+BLOCK_LENGTH = 4096
+"""Positions computed at once: the arithmetic of one costs as much as that of a thousand."""
+
+
+@lru_cache(maxsize=16)
+def _block(seed: int, number: int, length: int, shuffle: bool) -> tuple[list[int], list[int]]:
+    """Epochs and indices at positions `[number · BLOCK_LENGTH, (number + 1) · BLOCK_LENGTH)`."""
+    start = number * BLOCK_LENGTH
+    epochs, indices = samples(seed, start, start + BLOCK_LENGTH, length, shuffle=shuffle)
+    return epochs.tolist(), indices.tolist()
+
+
+def sample_list(seed: int, start: int, stop: int, length: int, *, shuffle: bool = True) -> list[tuple[int, int]]:
+    """`samples` as (epoch, index) pairs, from blocks that are computed once: for spans that follow one another."""
+    pairs: list[tuple[int, int]] = []
+    while start < stop:
+        number, offset = divmod(start, BLOCK_LENGTH)
+        epochs, indices = _block(seed, number, length, shuffle)
+        end = min(BLOCK_LENGTH, offset + stop - start)
+        pairs += zip(epochs[offset:end], indices[offset:end], strict=True)
+        start += end - offset
+    return pairs
+
+
 def samples(seed: int, start: int, stop: int, length: int, *, shuffle: bool = True) -> tuple[Indices, Indices]:
     """Which samples the job consumes at sample positions `[start, stop)`.
 

@@ -10,6 +10,7 @@ world size, in every loader worker and after every restart.
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import lru_cache
 
 _MASK = (1 << 64) - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
@@ -39,6 +40,12 @@ def mix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
+@lru_cache(maxsize=64)
+def _stream_state(seed: int, stream: Stream) -> int:
+    state = mix64((seed + _GOLDEN_GAMMA) & _MASK)
+    return mix64((state ^ stream) + _GOLDEN_GAMMA & _MASK)
+
+
 def derive(seed: int, stream: Stream, *place: int) -> int:
     """The 64-bit seed of one place in a run.
 
@@ -47,8 +54,7 @@ def derive(seed: int, stream: Stream, *place: int) -> int:
         stream: what the seed is for.
         place: the coordinates that `Stream` names, non-negative integers.
     """
-    state = mix64((seed + _GOLDEN_GAMMA) & _MASK)
-    state = mix64((state ^ stream) + _GOLDEN_GAMMA & _MASK)
+    state = _stream_state(seed, stream)
     for word in place:
         state = mix64((state ^ (word & _MASK)) + _GOLDEN_GAMMA & _MASK)
     return state

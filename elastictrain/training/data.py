@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils.pin_memory import pin_memory as pin_batch
 
-from elastictrain.core.order import samples
+from elastictrain.core.order import sample_list
 from elastictrain.core.seeds import Stream, derive
 from elastictrain.errors import DataError
 from elastictrain.procs import die_with_parent
@@ -69,15 +69,14 @@ class SeededReader(Dataset[Any]):
 
     def __getitems__(self, span: Span) -> list[Any] | FetchFailed:
         """Reads the samples of a span; called by torch's fetcher, in a loader process or in this one."""
-        epochs, indices = samples(self._seed, *span, self._length, shuffle=self._shuffle)
-        epoch_list, index_list = epochs.tolist(), indices.tolist()
+        wanted = sample_list(self._seed, *span, self._length, shuffle=self._shuffle)
         if not self._seed_samples and (batched := getattr(self._dataset, "__getitems__", None)) is not None:
             try:
-                return cast(list[Any], batched(index_list))
+                return cast(list[Any], batched([index for _, index in wanted]))
             except Exception as error:  # noqa: BLE001 - the user's dataset may raise anything
-                return _failed(error, None, epoch_list[0])
+                return _failed(error, None, wanted[0][0])
         read = []
-        for epoch, index in zip(epoch_list, index_list, strict=True):
+        for epoch, index in wanted:
             if self._seed_samples:
                 place = (epoch, index) if self._stream is Stream.SAMPLE else (index,)
                 self._generators.seed(derive(self._seed, self._stream, *place))

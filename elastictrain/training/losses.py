@@ -48,4 +48,4 @@ def _scalar(tensor: Tensor, source: str) -> Tensor:
             f"{source} returned a tensor of shape {tuple(tensor.shape)}, not a scalar",
             'Reduce it: reduction="mean", or return (loss.sum(), weight).',
         )
-    return tensor.reshape(())
+    return tensor if tensor.dim() == 0 else tensor.reshape(())

@@ -6,6 +6,7 @@ Whether the update was applied is known at once on the host, or a little later o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,9 @@ class Updater:
             scaler.update()
         elif norm is None or not self._check:
             self._optimizer.step()
+        elif norm.device.type == "cpu":
+            if math.isfinite(norm.item()):
+                self._optimizer.step()
         elif self._skips_on_device:
             self._optimizer.found_inf = (~norm.isfinite()).to(torch.float32)  # type: ignore[attr-defined]
             self._optimizer.grad_scale = None  # type: ignore[attr-defined]
@@ -86,9 +90,14 @@ class Updater:
     def _norm_and_clip(self) -> Tensor:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
-        if self._clip_norm is not None:
+        if self._clip_norm is not None and not _is_known_below(norm, self._clip_norm):
             nn.utils.clip_grads_with_norm_(self._parameters, self._clip_norm, norm)
         return norm
+
+
+def _is_known_below(norm: Tensor, limit: float) -> bool:
+    """Whether the host knows, without waiting, that clipping would multiply by exactly one."""
+    return norm.device.type == "cpu" and norm.item() + 1e-6 <= limit
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> Optimizer:

@@ -305,7 +305,7 @@ def test_a_signal_ends_a_run_in_order(endless: tuple[Path, Path], signum: signal
         summary = reader.last_event()
     assert summary["event"] == "summary"
     assert summary["complete"] is False
-    assert "stopped" in summary["reason"]
+    assert "preempted" in summary["reason"]
     marks = [len((job / f"rank-{rank}").read_text()) for rank in range(2)]
     assert marks[0] == marks[1] == summary["counters"]["global_step"], "one microbatch each per step"
     assert [line["step"] for line in read_metrics(state)] == list(range(1, marks[0] + 1)), "no step's line is lost"

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from snapshot_payload import RUN_ID, assert_holds, store_of, tier_of, write
 
 from elastictrain.checkpoint.catalog import newest_first, open_candidate
 from elastictrain.checkpoint.faults import ENV_FAULT
@@ -22,6 +21,7 @@ from elastictrain.checkpoint.format import snapshot_name
 from elastictrain.checkpoint.persist_loop import PersisterSettings, Report
 from elastictrain.checkpoint.persister_client import Persister
 from elastictrain.checkpoint.store import open_store
+from tests.process.snapshot_payload import RUN_ID, assert_holds, store_of, tier_of, write
 
 DEADLINE_S = 60.0
 

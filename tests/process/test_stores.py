@@ -9,7 +9,6 @@ import uuid
 from pathlib import Path
 
 import pytest
-from snapshot_payload import RUN_ID, assert_holds, layouts, store_of, tier_of, write
 
 from elastictrain.checkpoint.catalog import first_sound, newest_first, open_candidate
 from elastictrain.checkpoint.format import snapshot_name
@@ -17,6 +16,7 @@ from elastictrain.checkpoint.memory_tier import OpenSnapshot
 from elastictrain.checkpoint.store import open_store
 from elastictrain.errors import ConfigError, SnapshotDamagedError, StorageError
 from elastictrain.testing import faulty_fs
+from tests.process.snapshot_payload import RUN_ID, assert_holds, layouts, store_of, tier_of, write
 
 FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "trainer.json"]
 

@@ -17,7 +17,15 @@ from elastictrain import protocol
 from elastictrain.cli.launch import Event, Printed, parse_line
 from elastictrain.errors import BY_NAME, ElasticTrainError, HaltError, WorkerFailedError
 from elastictrain.logs import MAX_LINE_BYTES, make_logger
-from elastictrain.protocol import ErrorReport, RunSpec, StopBoard, read_error_reports, write_atomically, write_json
+from elastictrain.protocol import (
+    ErrorReport,
+    RunSpec,
+    SnapshotSource,
+    StopBoard,
+    read_error_reports,
+    write_atomically,
+    write_json,
+)
 
 # ---- durable writes
 
