@@ -6,8 +6,9 @@ A logger is made once per process and passed on; nothing is configured globally.
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, TextIO
 
 import structlog
@@ -55,6 +56,15 @@ def make_logger(
         **bound,
     )
     return logger
+
+
+def finite(value: Any) -> Any:
+    """Plain data with the numbers that JSON does not know as strings: "NaN", "Infinity", "-Infinity"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    return value
 
 
 def _shorten(_logger: Any, _method: str, event: EventDict) -> EventDict:

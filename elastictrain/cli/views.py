@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastictrain.cli.launch import Event, Printed
+from elastictrain.logs import finite
 
 
 class Output(StrEnum):
@@ -57,13 +58,13 @@ class JsonView:
         if isinstance(line, Event):
             import json
 
-            sys.stdout.write(json.dumps(line.fields) + "\n")
+            sys.stdout.write(json.dumps(finite(line.fields)) + "\n")
             sys.stdout.flush()
         else:
             self._log_printed(line.text)
 
     def summary(self, outcome: dict[str, Any], state_dir: str) -> None:
-        self._log_summary({**outcome["summary"], "state_dir": state_dir})
+        self._log_summary(finite({**outcome["summary"], "state_dir": state_dir}))
 
 
 class PrettyView:

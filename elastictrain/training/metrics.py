@@ -8,14 +8,13 @@ strings: "NaN", "Infinity", "-Infinity".
 from __future__ import annotations
 
 import json
-import math
 import queue
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from elastictrain.logs import Logger
+from elastictrain.logs import Logger, finite
 
 Record = Mapping[str, Any]
 
@@ -25,15 +24,7 @@ def json_line(record: Record) -> str:
     try:
         return json.dumps(record, allow_nan=False) + "\n"
     except ValueError:
-        return json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    return value
+        return json.dumps(finite(record), allow_nan=False) + "\n"
 
 
 class MetricsWriter:

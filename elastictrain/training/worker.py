@@ -6,6 +6,7 @@ failed. The exit code says whether a restart can help.
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -32,6 +33,7 @@ _PEER_LOST_SIGNS = ("gloo/transport", "Connection closed by peer", "Connection r
 def main() -> int:
     """Runs one rank; returns its exit code."""
     die_with_parent(os.getppid())
+    _write_whole_lines()
     run_dir = Path(os.environ[ENV_RUN_DIR])
     spec = RunSpec.read(run_dir)
     rank = int(os.environ.get("RANK", "0"))
@@ -64,6 +66,13 @@ def main() -> int:
         sys.stderr.flush()
         os._exit(report.exit_code)
     return 0
+
+
+def _write_whole_lines() -> None:
+    """All ranks write to one pipe: unbuffered, a print of several pieces would mix with the lines of the others."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _stop(session: Session | None, reason: str) -> None:

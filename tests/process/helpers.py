@@ -80,7 +80,7 @@ def write_job(
         "train": {**lengths, **batch, "micro_batch_size": 1, **(train or {})},
         **{name: dict(section) for name, section in sections.items()},
     }
-    job["elastic"] = {"device": "cpu", **job.get("elastic", {})}
+    job["elastic"] = {"device": "cpu", "threads_per_rank": 1, **job.get("elastic", {})}
     job["metrics"] = {"tensorboard": False, **job.get("metrics", {})}
     path = folder / "job.toml"
     path.write_text(tomli_w.dumps(job))

@@ -159,7 +159,7 @@ def test_a_new_job_runs_as_it_is_and_for_people(tmp_path: Path) -> None:
     made = run_cli("init", tmp_path / "fresh")
     assert made.code == 0
     assert "elastictrain run" in made.stdout
-    done = run_cli("run", tmp_path / "fresh", "--output", "pretty", cwd=tmp_path)
+    done = run_cli("run", tmp_path / "fresh", "--output", "pretty", "--set", "elastic.threads_per_rank=1", cwd=tmp_path)
     assert done.code == 0, done.stderr
     assert "step    200/200" in done.stdout
     assert "eval/accuracy" in done.stdout

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from elastictrain import protocol
 from elastictrain.cli.launch import Event, Printed, parse_line
+from elastictrain.cli.views import JsonView
 from elastictrain.errors import BY_NAME, ElasticTrainError, HaltError, WorkerFailedError
 from elastictrain.logs import MAX_LINE_BYTES, make_logger
 from elastictrain.protocol import (
@@ -251,3 +252,13 @@ def test_a_long_event_stays_one_write_of_a_pipe(text: str) -> None:
     assert len(line.encode()) <= 4096, "longer lines of several ranks can mix on a pipe"
     assert json.loads(line)["what"] == "short"
     assert MAX_LINE_BYTES < 4096
+
+
+def test_events_for_machines_are_json_whatever_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    """Python's parser takes NaN and Infinity; jq and most others do not."""
+    summaries: list[dict[str, Any]] = []
+    view = JsonView(lambda _text: None, summaries.append)
+    view.show(Event("progress", {"event": "progress", "loss": float("nan"), "grad_norm": float("inf")}))
+    view.summary({"summary": {"last_loss": float("-inf"), "evaluation": {"eval/loss": float("nan")}}}, "/state")
+    assert json.loads(capsys.readouterr().out) == {"event": "progress", "loss": "NaN", "grad_norm": "Infinity"}
+    assert summaries == [{"last_loss": "-Infinity", "evaluation": {"eval/loss": "NaN"}, "state_dir": "/state"}]
