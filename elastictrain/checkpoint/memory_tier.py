@@ -413,6 +413,7 @@ class MemoryTier:
                 f"storage does not keep up, and a third slot of {_mib(size_bytes)} MiB would exceed "
                 f"checkpoint.memory_budget_mb = {self._budget_bytes >> 20}"
             )
+        assert self._root_fd is not None
         system = os.fstatvfs(self._root_fd)
         if (available := system.f_bavail * system.f_frsize) < size_bytes:
             return Declined(

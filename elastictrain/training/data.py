@@ -6,9 +6,10 @@ is read (`core.order`), so nothing about the order has to be kept, sent, or rest
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, MutableMapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, cast
 
@@ -150,6 +151,8 @@ def batches(
         batch_sampler=spans,  # type: ignore[arg-type]  # our reader takes a span where torch's takes a list
         collate_fn=safe_collate,
         num_workers=num_workers,
+        # Forked: neither dataset nor generators have to be picklable, and torch need not be imported again.
+        multiprocessing_context="fork",
         prefetch_factor=prefetch_batches,
         pin_memory=pin_memory,
         worker_init_fn=_init_loader_process,
@@ -176,8 +179,11 @@ def to_device(batch: Any, device: torch.device, *, non_blocking: bool, channels_
     def move(item: Any) -> Any:
         return to_device(item, device, non_blocking=non_blocking, channels_last=channels_last)
 
-    if isinstance(batch, dict):
-        return type(batch)((key, move(value)) for key, value in batch.items())
+    if isinstance(batch, MutableMapping):
+        moved_mapping = copy.copy(batch)
+        for key, value in batch.items():
+            moved_mapping[key] = move(value)
+        return moved_mapping
     if isinstance(batch, tuple):
         moved = [move(item) for item in batch]
         return type(batch)(*moved) if hasattr(batch, "_fields") else tuple(moved)

@@ -79,8 +79,16 @@ class Loop:
 
     def run(self) -> bool:
         """Trains; returns True if the run is complete, False if it was stopped before."""
-        session, plan = self._session, self._feed.plan
         self._reporter.start()
+        try:
+            self._run()
+        except HaltError:
+            self._reporter.report()  # all ranks halt at the same step; the steps before it are worth seeing
+            raise
+        return self._complete
+
+    def _run(self) -> None:
+        session, plan = self._session, self._feed.plan
         while not self._complete and (step := session.begin_step(plan)) is not None:
             epochs_before = plan.epochs_done(session.sample_position)
             self._step(step)
@@ -95,7 +103,6 @@ class Loop:
             # Evaluation at the end may take long: nothing of what was trained shall hang on it.
             self._snapshot()
         self._reporter.report()
-        return self._complete
 
     def _snapshot(self) -> None:
         assert self._snapshotter is not None

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elastictrain.errors import ConfigError
 from tests.process.helpers import (
     Finished,
     all_gone,
@@ -249,9 +250,8 @@ def test_a_failing_task_from_the_command_line(tmp_path: Path) -> None:
 
 
 def test_a_world_larger_than_the_global_batch(tmp_path: Path) -> None:
-    failed = train(tmp_path, "Regression", world_size=3, expect_success=False)
-    assert failed.codes == [78, 78, 78]
-    assert "2 microbatch(es), too few for 3 ranks" in failed.errors[0].what
+    with pytest.raises(ConfigError, match=r"2 microbatch\(es\), too few for 3 ranks"):
+        train(tmp_path, "Regression", world_size=3)
 
 
 def test_accumulation_steps_keep_the_global_batch(tmp_path: Path) -> None:
