@@ -394,6 +394,7 @@ class MemoryTier:
         """An exclusively locked slot: an empty one if there is, else the one with the oldest snapshot."""
         if self._root_fd is None:
             self._root_fd = safefs.open_folder(self._base, self._parts, create=True)
+            assert self._root_fd is not None
         held = {snapshot.path.name: place for place, snapshot in enumerate(self.snapshots())}
         newest = self.newest or next(iter(self.snapshots()), None)
         protected = newest.path.name if newest is not None else None
@@ -413,8 +414,7 @@ class MemoryTier:
                 f"storage does not keep up, and a third slot of {_mib(size_bytes)} MiB would exceed "
                 f"checkpoint.memory_budget_mb = {self._budget_bytes >> 20}"
             )
-        system = os.fstatvfs(self._root_fd)
-        if (available := system.f_bavail * system.f_frsize) < size_bytes:
+        if (available := _free_bytes(self._root_fd)) < size_bytes:
             return Declined(
                 f"storage does not keep up, and there is no room for a third slot: {_mib(size_bytes)} MiB needed, "
                 f"{available >> 20} available"
@@ -527,10 +527,14 @@ def _is_same_file(slot: _Slot, name: str, size_bytes: int) -> bool:
 
 def _check_space(slot: _Slot, size_bytes: int) -> None:
     """Raises MemoryTierError where the file system has not enough room: before the slot's old snapshot is given up."""
-    system = os.fstatvfs(slot.folder_fd)
-    available = system.f_bavail * system.f_frsize + _allocated_bytes(slot.path)
+    available = _free_bytes(slot.folder_fd) + _allocated_bytes(slot.path)
     if available < size_bytes:
         raise _no_room(OSError(errno.ENOSPC, f"{_mib(size_bytes)} MiB needed, {available >> 20} available"), slot.path)
+
+
+def _free_bytes(fd: int) -> int:
+    system = os.fstatvfs(fd)
+    return system.f_bavail * system.f_frsize
 
 
 def _forget(slot: _Slot, name: str | None = None) -> None:

@@ -18,7 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_when_event_set, wait_exponential_jitter
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception_type,
+    stop_when_event_set,
+    wait_exponential,
+    wait_random,
+)
 from tenacity.nap import sleep_using_event
 
 from elastictrain.checkpoint.format import parse_name
@@ -153,14 +160,12 @@ class PersistLoop:
 
     def _persist(self, request: Request) -> None:
         self._take_turn()
+        settings = self._settings
         begun_s = time.monotonic()
         retrying = Retrying(
             retry=retry_if_exception_type(StorageError),
-            wait=wait_exponential_jitter(
-                initial=self._settings.first_pause_s,
-                max=self._settings.longest_pause_s,
-                jitter=self._settings.first_pause_s,
-            ),
+            wait=wait_exponential(multiplier=settings.first_pause_s, max=settings.longest_pause_s)
+            + wait_random(0, settings.first_pause_s),
             stop=stop_when_event_set(self._newer),
             sleep=sleep_using_event(self._newer),
             before_sleep=lambda state: self._report_retry(request, state),

@@ -146,8 +146,15 @@ class Persister:
             thread.join(self._settings.grace_s if timeout_s is None else timeout_s)
 
     def _run_loop(self) -> None:
+        """The thread in place of a process; what a process would die of is a failure here."""
         assert self._loop is not None
-        self._loop.run()
+        try:
+            self._loop.run()
+        except BaseException as error:
+            with self._changed:
+                name = self._pending.name if self._pending is not None else ""
+            self._receive(Report("failed", name, {"error": f"the persister ended: {type(error).__name__}"}))
+            raise
 
     def _run_process(self) -> None:
         """Keeps a process running, until closed."""
@@ -248,4 +255,6 @@ def _plain(settings: PersisterSettings) -> dict[str, Any]:
 def _is_own_memory(settings: PersisterSettings) -> bool:
     """Whether the store would vanish with the process that writes it."""
     protocol = settings.url.partition("://")[0]
-    return protocol == "memory" or (protocol == "faulty" and settings.storage_options.get("target") == "memory")
+    return protocol == "memory" or (
+        protocol == "faulty" and settings.storage_options.get("target", "memory") == "memory"
+    )

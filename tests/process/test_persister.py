@@ -23,7 +23,7 @@ from elastictrain.checkpoint.persist_loop import PersisterSettings, Report
 from elastictrain.checkpoint.persister_client import Persister
 from elastictrain.checkpoint.store import open_store
 
-DEADLINE_S = 60.0
+DEADLINE_S = 30.0
 
 
 @pytest.fixture
