@@ -37,7 +37,7 @@ class S3:
             "key": "some-key-id",
             "secret": SECRET,
             "endpoint_url": f"http://127.0.0.1:{self.port}",
-            "client_kwargs": {"region_name": "us-east-1"},
+            "client_kwargs": {"region_name": "eu-west-1"},
             "config_kwargs": {"retries": {"max_attempts": 1}, "connect_timeout": 2, "read_timeout": 5},
         }
 
