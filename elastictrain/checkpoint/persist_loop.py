@@ -136,6 +136,13 @@ class PersistLoop:
             self._finishing = True
             self._changed.notify_all()
 
+    def abandon(self) -> None:
+        """Gives up what waits, and what is being retried: `run` returns once the present try has ended."""
+        with self._changed:
+            self._waiting, self._finishing = None, True
+            self._newer.set()
+            self._changed.notify_all()
+
     def stalled_s(self, now_s: float) -> float:
         """Seconds since the store last moved anything, of `time.monotonic`; 0 while nothing is asked of it."""
         moved_at_s = self._moved_at_s

@@ -141,7 +141,10 @@ class Persister:
                     process.stdin.close()
             self._changed.notify_all()
         if self._loop is not None:
-            self._loop.finish()
+            if finish:
+                self._loop.finish()
+            else:
+                self._loop.abandon()
         if thread is not None:
             thread.join(self._settings.grace_s if timeout_s is None else timeout_s)
 

@@ -171,6 +171,20 @@ def test_a_newer_one_supersedes_one_that_waits_or_is_retried(tier, tmp_path, mak
     assert durable_steps(tmp_path, url) == [2]
 
 
+def test_closing_without_finishing_ends_the_retries(tier, make_persister):
+    unique = uuid.uuid4().hex
+    reports: list[Report] = []
+    options = {"faults": {"write:1": "fail+"}, "counter": unique}
+    persister = make_persister(
+        on_report=reports.append, url=f"faulty://{unique}", storage_options=options, first_pause_s=25.0
+    )
+    persister.submit(write(tier, 1))
+    until(lambda: any(r.kind == "retrying" for r in reports))
+    persister.close(finish=False, timeout_s=DEADLINE_S)
+    assert not persister._thread.is_alive()
+    assert reports[-1].kind == "superseded"
+
+
 def test_a_damaged_source_is_a_failure_that_is_known_at_once(tier, make_persister):
     persister = make_persister()
     snapshot = write(tier, 1)
