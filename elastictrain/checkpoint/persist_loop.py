@@ -29,7 +29,7 @@ from tenacity import (
 from tenacity.nap import sleep_using_event
 
 from elastictrain.checkpoint.format import parse_name
-from elastictrain.checkpoint.memory_tier import OpenSnapshot
+from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
 from elastictrain.checkpoint.store import Store, open_store
 from elastictrain.core.retention import Condition, Kept, superfluous
 from elastictrain.errors import BusyError, ElasticTrainError, SnapshotError, StorageError

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from elastictrain.checkpoint.memory_tier import MemorySnapshot
+from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
 from elastictrain.checkpoint.persist_loop import PersisterSettings, PersistLoop, Report, Request
 
 FIRST_RESTART_PAUSE_S = 0.2

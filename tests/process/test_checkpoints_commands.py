@@ -13,7 +13,8 @@ import safetensors.numpy
 from snapshot_payload import RUN_ID, arrays, store_of, trainer, write
 
 from elastictrain.checkpoint.format import TensorSpec, digest, layout, snapshot_name
-from elastictrain.checkpoint.memory_tier import MemoryTier, OpenSnapshot
+from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
+from elastictrain.checkpoint.memory_tier import MemoryTier
 
 
 def command(*arguments: object, cwd=None) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,8 @@ import pytest
 from snapshot_payload import assert_holds, layouts, tier_of, write
 
 from elastictrain.checkpoint.catalog import newest_first, open_candidate
-from elastictrain.checkpoint.memory_tier import Declined, MemoryTier, OpenSnapshot, verify_memory
+from elastictrain.checkpoint.memory_snapshot import OpenSnapshot, verify_memory
+from elastictrain.checkpoint.memory_tier import Declined, MemoryTier
 from elastictrain.errors import BusyError, MemoryTierError, SnapshotDamagedError, StateDirError, UnsafePathError
 
 

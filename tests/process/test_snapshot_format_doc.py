@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from snapshot_payload import arrays, store_of, tier_of, trainer, write
 
-from elastictrain.checkpoint.memory_tier import OpenSnapshot
+from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
 
 DOC = Path(__file__).parents[2] / "docs" / "snapshot-format.md"
 
