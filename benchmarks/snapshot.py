@@ -292,8 +292,8 @@ def measure_durable(args: argparse.Namespace, run: Run, disk: Path, memory: Path
 
 
 def restore(run: Run, url: str, disk: Path) -> None:
-    restorer = Restorer(run.place, allowed=frozenset(), on_damaged=lambda where, why: sys.exit(f"{where}: {why}"))
-    restored = restorer.restore(run.state, Lookup((), open_store(url), RUN_ID, disk / "scratch"))
+    restorer = Restorer(run.place, allowed=frozenset(), on_passed_over=lambda where, why: sys.exit(f"{where}: {why}"))
+    restored = restorer.restore(run.state, Lookup((), open_store(url), RUN_ID, disk / "scratch", 1.0))
     assert restored is not None
 
 

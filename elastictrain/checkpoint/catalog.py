@@ -24,7 +24,8 @@ from elastictrain.checkpoint.format import (
     digest,
     read_layout,
 )
-from elastictrain.checkpoint.memory_tier import MemorySnapshot, MemoryTier, OpenSnapshot, map_read_only, verify_memory
+from elastictrain.checkpoint.memory_snapshot import MemorySnapshot, OpenSnapshot, map_read_only, verify_memory
+from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.store import Progress, Store, no_progress
 from elastictrain.errors import BusyError, SnapshotDamagedError, SnapshotError
 

@@ -215,8 +215,6 @@ def _copy(source: memoryview, target: Path, name: str, entry: FileEntry, progres
         raise SnapshotDamagedError(f"{name}: has {len(source)} bytes instead of {entry.size_bytes}")
     hasher = xxhash.xxh3_128()
     with target.open("xb", buffering=0) as file:
-        if entry.size_bytes:
-            os.posix_fallocate(file.fileno(), 0, entry.size_bytes)
         for begin in range(0, len(source), CHUNK_BYTES):
             chunk = source[begin : begin + CHUNK_BYTES]
             hasher.update(chunk)

@@ -26,11 +26,10 @@ import mmap
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from elastictrain.checkpoint import faults, safefs
@@ -41,12 +40,11 @@ from elastictrain.checkpoint.format import (
     FileEntry,
     Layout,
     Manifest,
-    check_content,
     digest,
 )
-from elastictrain.errors import BusyError, MemoryTierError, SnapshotDamagedError, SnapshotError
+from elastictrain.checkpoint.memory_snapshot import LOCK_FILE, MemorySnapshot
+from elastictrain.errors import MemoryTierError, SnapshotError
 
-LOCK_FILE = "lock"
 MAX_SLOTS = 3
 _SLOT = re.compile(r"slot-\d")
 
@@ -60,106 +58,6 @@ class Declined:
     """
 
     reason: str
-
-
-@dataclass(frozen=True)
-class MemorySnapshot:
-    """A complete snapshot in a slot.
-
-    Args:
-        path: folder of the slot.
-        manifest: what it holds.
-    """
-
-    path: Path
-    manifest: Manifest
-
-    @property
-    def name(self) -> str:
-        return self.manifest.name
-
-    @property
-    def global_step(self) -> int:
-        return self.manifest.global_step
-
-    @property
-    def run_id(self) -> str:
-        return self.manifest.run_id
-
-
-class OpenSnapshot:
-    """A memory snapshot that cannot change while this is open: holds the slot's lock, shared.
-
-    Raises:
-        SnapshotDamagedError: the slot is gone, or holds no complete snapshot.
-        BusyError: it is being written, or holds another snapshot by now.
-    """
-
-    def __init__(self, path: Path, name: str) -> None:
-        self.path = path
-        folder = safefs.open_folder(path.parent, (path.name,), create=False)
-        if folder is None:
-            raise SnapshotDamagedError(f"{path} is gone")
-        self._folder_fd = folder
-        self._lock_fd = -1
-        try:
-            self._lock_fd = safefs.open_file(folder, LOCK_FILE, path, os.O_RDWR | os.O_CREAT)
-            try:
-                fcntl.flock(self._lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise BusyError(f"{path} is being written") from error
-            try:
-                self.manifest = Manifest.decode(safefs.read_file(folder, MANIFEST_FILE, path))
-            except FileNotFoundError as error:
-                raise SnapshotDamagedError(f"{path} holds no complete snapshot") from error
-            if self.manifest.name != name:
-                raise BusyError(f"{path} holds {self.manifest.name} by now, not {name}")
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> OpenSnapshot:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    def map_file(self, name: str) -> memoryview:
-        """A file's bytes, read-only; empty files too.
-
-        Raises:
-            SnapshotDamagedError: it is missing.
-        """
-        return map_read_only(self.open_file(name))
-
-    def open_file(self, name: str) -> int:
-        """Descriptor of a file; the caller closes it.
-
-        Raises:
-            SnapshotDamagedError: it is missing.
-        """
-        try:
-            return safefs.open_file(self._folder_fd, name, self.path, os.O_RDONLY)
-        except FileNotFoundError as error:
-            raise SnapshotDamagedError(f"{name}: is missing") from error
-
-    def close(self) -> None:
-        if self._lock_fd >= 0:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)  # also for children that were forked meanwhile
-            os.close(self._lock_fd)
-            self._lock_fd = -1
-        if self._folder_fd >= 0:
-            os.close(self._folder_fd)
-            self._folder_fd = -1
-
-
-def map_read_only(fd: int) -> memoryview:
-    """Maps a whole file, closes its descriptor; the mapping lives as long as the view."""
-    with safefs.closing(fd):
-        size = os.fstat(fd).st_size
-        if size == 0:
-            return memoryview(b"")
-        return memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ))
 
 
 @dataclass
@@ -394,6 +292,7 @@ class MemoryTier:
         """An exclusively locked slot: an empty one if there is, else the one with the oldest snapshot."""
         if self._root_fd is None:
             self._root_fd = safefs.open_folder(self._base, self._parts, create=True)
+            assert self._root_fd is not None
         held = {snapshot.path.name: place for place, snapshot in enumerate(self.snapshots())}
         newest = self.newest or next(iter(self.snapshots()), None)
         protected = newest.path.name if newest is not None else None
@@ -413,9 +312,7 @@ class MemoryTier:
                 f"storage does not keep up, and a third slot of {_mib(size_bytes)} MiB would exceed "
                 f"checkpoint.memory_budget_mb = {self._budget_bytes >> 20}"
             )
-        assert self._root_fd is not None
-        system = os.fstatvfs(self._root_fd)
-        if (available := system.f_bavail * system.f_frsize) < size_bytes:
+        if (available := _free_bytes(self._root_fd)) < size_bytes:
             return Declined(
                 f"storage does not keep up, and there is no room for a third slot: {_mib(size_bytes)} MiB needed, "
                 f"{available >> 20} available"
@@ -496,27 +393,6 @@ class MemoryTier:
         return snapshots, damaged
 
 
-def verify_memory(snapshot: MemorySnapshot) -> list[Damage]:
-    """Reads a memory snapshot and compares it to its manifest; empty if it is sound."""
-    try:
-        with OpenSnapshot(snapshot.path, snapshot.name) as opened:
-            return list(_check_files(opened))
-    except (SnapshotError, BusyError) as error:
-        return [Damage(MANIFEST_FILE, error.what)]
-
-
-def _check_files(opened: OpenSnapshot) -> Iterator[Damage]:
-    for name, entry in opened.manifest.files.items():
-        try:
-            view = opened.map_file(name)
-        except SnapshotDamagedError:
-            yield Damage(name, "is missing")
-            continue
-        damage = check_content(name, entry, len(view), digest(view) if len(view) == entry.size_bytes else "")
-        if damage is not None:
-            yield damage
-
-
 def _is_same_file(slot: _Slot, name: str, size_bytes: int) -> bool:
     """Whether the mapped file is still the one in the folder, at full size."""
     try:
@@ -528,10 +404,14 @@ def _is_same_file(slot: _Slot, name: str, size_bytes: int) -> bool:
 
 def _check_space(slot: _Slot, size_bytes: int) -> None:
     """Raises MemoryTierError where the file system has not enough room: before the slot's old snapshot is given up."""
-    system = os.fstatvfs(slot.folder_fd)
-    available = system.f_bavail * system.f_frsize + _allocated_bytes(slot.path)
+    available = _free_bytes(slot.folder_fd) + _allocated_bytes(slot.path)
     if available < size_bytes:
         raise _no_room(OSError(errno.ENOSPC, f"{_mib(size_bytes)} MiB needed, {available >> 20} available"), slot.path)
+
+
+def _free_bytes(fd: int) -> int:
+    system = os.fstatvfs(fd)
+    return system.f_bavail * system.f_frsize
 
 
 def _forget(slot: _Slot, name: str | None = None) -> None:

@@ -18,11 +18,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_when_event_set, wait_exponential_jitter
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception_type,
+    stop_when_event_set,
+    wait_exponential,
+    wait_random,
+)
 from tenacity.nap import sleep_using_event
 
 from elastictrain.checkpoint.format import parse_name
-from elastictrain.checkpoint.memory_tier import OpenSnapshot
+from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
 from elastictrain.checkpoint.store import Store, open_store
 from elastictrain.core.retention import Condition, Kept, superfluous
 from elastictrain.errors import BusyError, ElasticTrainError, SnapshotError, StorageError
@@ -129,6 +136,13 @@ class PersistLoop:
             self._finishing = True
             self._changed.notify_all()
 
+    def abandon(self) -> None:
+        """Gives up what waits, and what is being retried: `run` returns once the present try has ended."""
+        with self._changed:
+            self._waiting, self._finishing = None, True
+            self._newer.set()
+            self._changed.notify_all()
+
     def stalled_s(self, now_s: float) -> float:
         """Seconds since the store last moved anything, of `time.monotonic`; 0 while nothing is asked of it."""
         moved_at_s = self._moved_at_s
@@ -153,14 +167,12 @@ class PersistLoop:
 
     def _persist(self, request: Request) -> None:
         self._take_turn()
+        settings = self._settings
         begun_s = time.monotonic()
         retrying = Retrying(
             retry=retry_if_exception_type(StorageError),
-            wait=wait_exponential_jitter(
-                initial=self._settings.first_pause_s,
-                max=self._settings.longest_pause_s,
-                jitter=self._settings.first_pause_s,
-            ),
+            wait=wait_exponential(multiplier=settings.first_pause_s, max=settings.longest_pause_s)
+            + wait_random(0, settings.first_pause_s),
             stop=stop_when_event_set(self._newer),
             sleep=sleep_using_event(self._newer),
             before_sleep=lambda state: self._report_retry(request, state),

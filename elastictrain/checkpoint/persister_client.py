@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from elastictrain.checkpoint.memory_tier import MemorySnapshot
+from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
 from elastictrain.checkpoint.persist_loop import PersisterSettings, PersistLoop, Report, Request
 
 FIRST_RESTART_PAUSE_S = 0.2
@@ -141,13 +141,23 @@ class Persister:
                     process.stdin.close()
             self._changed.notify_all()
         if self._loop is not None:
-            self._loop.finish()
+            if finish:
+                self._loop.finish()
+            else:
+                self._loop.abandon()
         if thread is not None:
             thread.join(self._settings.grace_s if timeout_s is None else timeout_s)
 
     def _run_loop(self) -> None:
+        """The thread in place of a process; what a process would die of is a failure here."""
         assert self._loop is not None
-        self._loop.run()
+        try:
+            self._loop.run()
+        except BaseException as error:
+            with self._changed:
+                name = self._pending.name if self._pending is not None else ""
+            self._receive(Report("failed", name, {"error": f"the persister ended: {type(error).__name__}"}))
+            raise
 
     def _run_process(self) -> None:
         """Keeps a process running, until closed."""
@@ -248,4 +258,6 @@ def _plain(settings: PersisterSettings) -> dict[str, Any]:
 def _is_own_memory(settings: PersisterSettings) -> bool:
     """Whether the store would vanish with the process that writes it."""
     protocol = settings.url.partition("://")[0]
-    return protocol == "memory" or (protocol == "faulty" and settings.storage_options.get("target") == "memory")
+    return protocol == "memory" or (
+        protocol == "faulty" and settings.storage_options.get("target", "memory") == "memory"
+    )

@@ -123,13 +123,18 @@ class Checkpointing:
         """
         began_s = perf_counter()
         allowed = frozenset(self._spec.allowed_differences)
-        restorer = Restorer(self._session.place, allowed=allowed, on_damaged=self._damaged)
+        restorer = Restorer(self._session.place, allowed=allowed, on_passed_over=self._passed_over)
         with scratch_folder(Path(self._spec.state_dir)) as scratch:
-            restored = restorer.restore(state, Lookup(self._tiers, self._store, self._spec.run_id, scratch))
+            restored = restorer.restore(
+                state, Lookup(self._tiers, self._store, self._spec.run_id, scratch, self._config.storage_timeout_s)
+            )
             source = self._spec.source
             if restored is None and source is not None:
                 store = open_store(source.url, self._config.storage_options) if self._store is not None else None
-                restored = restorer.restore(state, Lookup((), store, source.run_id, scratch, step=source.global_step))
+                restored = restorer.restore(
+                    state,
+                    Lookup((), store, source.run_id, scratch, self._config.storage_timeout_s, step=source.global_step),
+                )
                 if restored is None:
                     raise SnapshotError(
                         f"the snapshot of step {source.global_step} to begin with is not in {source.url} any more",
@@ -149,7 +154,7 @@ class Checkpointing:
         )
         return restored
 
-    def _damaged(self, where: str, reason: str) -> None:
+    def _passed_over(self, where: str, reason: str) -> None:
         self._log.warning("snapshot_passed_over", where=where, reason=reason)
 
     def snapshotter(self, state: TrainingState, restored: Restored | None) -> Snapshotter | None:

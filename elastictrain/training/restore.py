@@ -16,15 +16,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
 from torch import Tensor
 
 from elastictrain.checkpoint.catalog import Candidate, SnapshotReader, first_sound, newest_first
 from elastictrain.checkpoint.format import TensorSpec
-from elastictrain.checkpoint.memory_tier import MemorySnapshot, MemoryTier
+from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
+from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.store import Store
 from elastictrain.core.counters import Counters
 from elastictrain.core.identity import refusal
-from elastictrain.errors import SnapshotError, SnapshotMismatchError
+from elastictrain.errors import SnapshotError, SnapshotMismatchError, StorageError
 from elastictrain.training.collectives import broadcast_bytes, broadcast_ints, broadcast_tensor, gather_ints
 from elastictrain.training.device import Place
 from elastictrain.training.state import DTYPES, TrainingState
@@ -42,12 +44,14 @@ class Lookup:
         run_id: the run they must be of.
         step: only the snapshot of this step; None for the newest.
         scratch: folder for what must be downloaded.
+        store_patience_s: how long to wait for a store that fails.
     """
 
     tiers: tuple[MemoryTier, ...]
     store: Store | None
     run_id: str
     scratch: Path
+    store_patience_s: float
     step: int | None = None
 
 
@@ -74,14 +78,15 @@ class Restorer:
     Args:
         place: this rank.
         allowed: names of differences that are allowed.
-        on_damaged: called with (where, reason) for each snapshot that is passed over.
+        on_passed_over: called with (where, reason) for each snapshot, or store, that is passed over.
     """
 
-    def __init__(self, place: Place, *, allowed: frozenset[str], on_damaged: Callable[[str, str], None]) -> None:
+    def __init__(self, place: Place, *, allowed: frozenset[str], on_passed_over: Callable[[str, str], None]) -> None:
         self._place = place
         self._allowed = allowed
-        self._on_damaged = on_damaged
+        self._on_passed_over = on_passed_over
         self._num_damaged = 0
+        self._damaged_in_memory: list[MemorySnapshot] = []
 
     def restore(self, state: TrainingState, lookup: Lookup) -> Restored | None:
         """Brings the newest readable snapshot into `state`; None if there is none at all. Collective.
@@ -92,12 +97,11 @@ class Restorer:
             StorageError: the durable tier cannot be reached.
         """
         place = self._place
-        in_memory = [c for tier in lookup.tiers for c in newest_first(tier, None, lookup.run_id)]
-        reader = self._open(sorted(in_memory, key=lambda c: -c.global_step), lookup)
+        reader = self._newest_in_memory(lookup)
         claims = [row[0] for row in gather_ints([_step_of(reader)], place)]
         newest = max(claims)
         if lookup.store is not None:
-            durable = newest_first(None, lookup.store, lookup.run_id)
+            durable = self._list_durable(lookup, have_other=newest != _NONE)
             if (better := self._open([c for c in durable if c.global_step > newest], lookup)) is not None:
                 if reader is not None:
                     reader.close()
@@ -120,14 +124,53 @@ class Restorer:
             if reader is not None:
                 reader.close()
 
+    def _newest_in_memory(self, lookup: Lookup) -> SnapshotReader | None:
+        candidates = []
+        for tier in lookup.tiers:
+            for path, damage in tier.damaged():
+                self._num_damaged += 1
+                self._on_passed_over(str(path), str(damage))
+            candidates += newest_first(tier, None, lookup.run_id)
+        return self._open(sorted(candidates, key=lambda c: -c.global_step), lookup)
+
+    def _list_durable(self, lookup: Lookup, *, have_other: bool) -> list[Candidate]:
+        """What the durable tier has; a store that is down for a moment is waited for.
+
+        Raises:
+            StorageError: it stayed down, and there is nothing else to begin with.
+        """
+        try:
+            for attempt in Retrying(
+                retry=retry_if_exception_type(StorageError),
+                stop=stop_after_delay(lookup.store_patience_s),
+                wait=wait_exponential_jitter(initial=0.2, max=5.0),
+                reraise=True,
+            ):
+                with attempt:
+                    return newest_first(None, lookup.store, lookup.run_id)
+        except StorageError as error:
+            if not have_other:
+                raise
+            # On one node the memory tier is never older than what was made durable from it.
+            self._on_passed_over(lookup.store.where if lookup.store is not None else "", error.what)
+        return []
+
     def _open(self, candidates: list[Candidate], lookup: Lookup) -> SnapshotReader | None:
         if lookup.step is not None:
             candidates = [c for c in candidates if c.global_step == lookup.step]
-        return first_sound(candidates, lookup.scratch, self._passed_over)
+        reader = first_sound(candidates, lookup.scratch, self._passed_over)
+        for tier in lookup.tiers:
+            for damaged in self._damaged_in_memory:
+                if damaged.path.parent == tier.root:
+                    tier.discard(damaged)
+        self._damaged_in_memory = []
+        return reader
 
     def _passed_over(self, candidate: Candidate, reason: str) -> None:
         self._num_damaged += 1
-        self._on_damaged(candidate.where, reason)
+        if candidate.memory is not None:
+            self._damaged_in_memory.append(candidate.memory)
+        self._on_passed_over(candidate.where, reason)
 
     def _take_over(self, state: TrainingState, reader: SnapshotReader | None, holder: int) -> Restored:
         place = self._place

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from elastictrain.checkpoint.format import Layout, layout
-from elastictrain.checkpoint.memory_tier import Declined, MemorySnapshot, MemoryTier, SlotWriter
+from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
+from elastictrain.checkpoint.memory_tier import Declined, MemoryTier, SlotWriter
 from elastictrain.checkpoint.persister_client import Persister
 from elastictrain.core.snapshot_interval import LastSnapshot, SnapshotSchedule, is_due
 from elastictrain.errors import ElasticTrainError, MemoryTierError, SnapshotError

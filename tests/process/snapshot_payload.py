@@ -11,7 +11,8 @@ import numpy as np
 from elastictrain.checkpoint.catalog import SnapshotReader, first_sound, newest_first
 from elastictrain.checkpoint.format import TensorSpec, layout
 from elastictrain.checkpoint.local_store import LocalStore
-from elastictrain.checkpoint.memory_tier import Declined, MemorySnapshot, MemoryTier, SlotWriter
+from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
+from elastictrain.checkpoint.memory_tier import Declined, MemoryTier, SlotWriter
 from elastictrain.checkpoint.persist_loop import PersisterSettings
 from elastictrain.checkpoint.persister_client import Persister
 from elastictrain.checkpoint.store import open_store

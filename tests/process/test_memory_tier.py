@@ -10,7 +10,8 @@ import subprocess
 import pytest
 
 from elastictrain.checkpoint.catalog import newest_first, open_candidate
-from elastictrain.checkpoint.memory_tier import Declined, MemoryTier, OpenSnapshot, verify_memory
+from elastictrain.checkpoint.memory_snapshot import OpenSnapshot, verify_memory
+from elastictrain.checkpoint.memory_tier import Declined, MemoryTier
 from elastictrain.errors import BusyError, MemoryTierError, SnapshotDamagedError, StateDirError, UnsafePathError
 from tests.process.snapshot_payload import assert_holds, layouts, tier_of, write
 

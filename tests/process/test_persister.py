@@ -23,7 +23,7 @@ from elastictrain.checkpoint.persister_client import Persister
 from elastictrain.checkpoint.store import open_store
 from tests.process.snapshot_payload import RUN_ID, assert_holds, store_of, tier_of, write
 
-DEADLINE_S = 60.0
+DEADLINE_S = 30.0
 
 
 @pytest.fixture
@@ -169,6 +169,20 @@ def test_a_newer_one_supersedes_one_that_waits_or_is_retried(tier, tmp_path, mak
     persister._loop._store._fs._faults.clear()  # the outage is over
     assert persister.wait(1, DEADLINE_S)
     assert durable_steps(tmp_path, url) == [2]
+
+
+def test_closing_without_finishing_ends_the_retries(tier, make_persister):
+    unique = uuid.uuid4().hex
+    reports: list[Report] = []
+    options = {"faults": {"write:1": "fail+"}, "counter": unique}
+    persister = make_persister(
+        on_report=reports.append, url=f"faulty://{unique}", storage_options=options, first_pause_s=25.0
+    )
+    persister.submit(write(tier, 1))
+    until(lambda: any(r.kind == "retrying" for r in reports))
+    persister.close(finish=False, timeout_s=DEADLINE_S)
+    assert not persister._thread.is_alive()
+    assert reports[-1].kind == "superseded"
 
 
 def test_a_damaged_source_is_a_failure_that_is_known_at_once(tier, make_persister):

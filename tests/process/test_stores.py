@@ -12,7 +12,7 @@ import pytest
 
 from elastictrain.checkpoint.catalog import first_sound, newest_first, open_candidate
 from elastictrain.checkpoint.format import snapshot_name
-from elastictrain.checkpoint.memory_tier import OpenSnapshot
+from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
 from elastictrain.checkpoint.store import open_store
 from elastictrain.errors import ConfigError, SnapshotDamagedError, StorageError
 from elastictrain.testing import faulty_fs

@@ -1,0 +1,141 @@
+"""A snapshot in the memory tier, as its readers see it: the persister, a restore, the command line.
+
+While one is open its slot is locked, shared: the writer leaves it alone. `memory_tier` is the writer.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from elastictrain.checkpoint import safefs
+from elastictrain.checkpoint.format import MANIFEST_FILE, Damage, Manifest, check_content, digest
+from elastictrain.errors import BusyError, SnapshotDamagedError, SnapshotError
+
+LOCK_FILE = "lock"
+
+
+@dataclass(frozen=True)
+class MemorySnapshot:
+    """A complete snapshot in a slot.
+
+    Args:
+        path: folder of the slot.
+        manifest: what it holds.
+    """
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def name(self) -> str:
+        return self.manifest.name
+
+    @property
+    def global_step(self) -> int:
+        return self.manifest.global_step
+
+    @property
+    def run_id(self) -> str:
+        return self.manifest.run_id
+
+
+class OpenSnapshot:
+    """A memory snapshot that cannot change while this is open: holds the slot's lock, shared.
+
+    Raises:
+        SnapshotDamagedError: the slot is gone, or holds no complete snapshot.
+        BusyError: it is being written, or holds another snapshot by now.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path = path
+        folder = safefs.open_folder(path.parent, (path.name,), create=False)
+        if folder is None:
+            raise SnapshotDamagedError(f"{path} is gone")
+        self._folder_fd = folder
+        self._lock_fd = -1
+        try:
+            self._lock_fd = safefs.open_file(folder, LOCK_FILE, path, os.O_RDWR | os.O_CREAT)
+            try:
+                fcntl.flock(self._lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise BusyError(f"{path} is being written") from error
+            try:
+                self.manifest = Manifest.decode(safefs.read_file(folder, MANIFEST_FILE, path))
+            except FileNotFoundError as error:
+                raise SnapshotDamagedError(f"{path} holds no complete snapshot") from error
+            if self.manifest.name != name:
+                raise BusyError(f"{path} holds {self.manifest.name} by now, not {name}")
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> OpenSnapshot:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def map_file(self, name: str) -> memoryview:
+        """A file's bytes, read-only; empty files too.
+
+        Raises:
+            SnapshotDamagedError: it is missing.
+        """
+        return map_read_only(self.open_file(name))
+
+    def open_file(self, name: str) -> int:
+        """Descriptor of a file; the caller closes it.
+
+        Raises:
+            SnapshotDamagedError: it is missing.
+        """
+        try:
+            return safefs.open_file(self._folder_fd, name, self.path, os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise SnapshotDamagedError(f"{name}: is missing") from error
+
+    def close(self) -> None:
+        if self._lock_fd >= 0:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)  # also for children that were forked meanwhile
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+        if self._folder_fd >= 0:
+            os.close(self._folder_fd)
+            self._folder_fd = -1
+
+
+def map_read_only(fd: int) -> memoryview:
+    """Maps a whole file, closes its descriptor; the mapping lives as long as the view."""
+    with safefs.closing(fd):
+        size = os.fstat(fd).st_size
+        if size == 0:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ))
+
+
+def verify_memory(snapshot: MemorySnapshot) -> list[Damage]:
+    """Reads a memory snapshot and compares it to its manifest; empty if it is sound."""
+    try:
+        with OpenSnapshot(snapshot.path, snapshot.name) as opened:
+            return list(_check_files(opened))
+    except (SnapshotError, BusyError) as error:
+        return [Damage(MANIFEST_FILE, error.what)]
+
+
+def _check_files(opened: OpenSnapshot) -> Iterator[Damage]:
+    for name, entry in opened.manifest.files.items():
+        try:
+            view = opened.map_file(name)
+        except SnapshotDamagedError:
+            yield Damage(name, "is missing")
+            continue
+        damage = check_content(name, entry, len(view), digest(view) if len(view) == entry.size_bytes else "")
+        if damage is not None:
+            yield damage

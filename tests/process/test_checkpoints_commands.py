@@ -1,0 +1,211 @@
+"""`elastictrain checkpoints`, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+
+from elastictrain.checkpoint.format import TensorSpec, digest, layout, snapshot_name
+from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
+from elastictrain.checkpoint.memory_tier import MemoryTier
+from tests.process.snapshot_payload import RUN_ID, arrays, store_of, trainer, write
+
+
+def command(*arguments: object, cwd=None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "elastictrain.cli.main", "checkpoints", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        timeout=60,
+    )
+
+
+def as_json(*arguments: object, **kwargs):
+    done = command(*arguments, "--json", **kwargs)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def state_dir(tmp_path):
+    """A job's state directory whose memory tier is the staging folder; steps 1 to 5 are stored, 4 and 5 staged."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    tier = MemoryTier.staging(folder)
+    for step in range(1, 6):
+        snapshot = write(tier, step)
+        with OpenSnapshot(snapshot.path, snapshot.name) as source:
+            store_of(folder).put(source)
+    tier.close()
+    return folder
+
+
+def test_list_and_show(state_dir):
+    rows = as_json("list", "--state-dir", state_dir)
+    assert [(r["global_step"], r["tier"]) for r in rows] == [
+        *((step, tier) for step in (5, 4) for tier in ("memory", "durable")),
+        *((step, "durable") for step in (3, 2, 1)),
+    ]
+    shown = as_json("show", "--state-dir", state_dir)
+    assert {k: shown[k] for k in ("global_step", "applied", "skipped", "sample_position", "epoch", "world_size")} == {
+        "global_step": 5,
+        "applied": 5,
+        "skipped": 0,
+        "sample_position": 40,
+        "epoch": 0,
+        "world_size": 1,
+    }
+    model = store_of(state_dir).path / snapshot_name(5, RUN_ID) / "model.safetensors"
+    assert shown["model_digest"] == digest(model.read_bytes())
+    assert shown["tier"] == "memory"
+    assert shown["run_id"] == RUN_ID
+    assert shown["data_order"] == trainer(5)["data_order"]
+    assert shown["versions"] == {"python": "3"}
+    assert shown["sizes"]["model.safetensors"] == model.stat().st_size
+    assert as_json("show", "--url", state_dir / "snapshots", "--step", 2)["global_step"] == 2
+    text = command("show", "--state-dir", state_dir).stdout
+    assert "global step" in text
+    assert shown["model_digest"] in text
+    assert "step        5" in command("list", "--state-dir", state_dir).stdout
+
+
+def test_a_job_by_name_and_by_file(state_dir, tmp_path):
+    root = tmp_path / "work"
+    (root / "checkpoints").mkdir(parents=True)
+    (root / "checkpoints" / "mine").symlink_to(state_dir)
+    assert as_json("show", "mine", cwd=root)["global_step"] == 5
+    (root / "job.toml").write_text('name = "mine"\ntask = "a:B"\n[train]\nmax_steps = 1\nmicro_batch_size = 1\n')
+    assert as_json("show", "job.toml", cwd=root)["global_step"] == 5
+    missing = command("show", "other", cwd=root)
+    assert missing.returncode == 66
+    assert "there is no job other" in missing.stderr
+    nothing = command("list", cwd=root)
+    assert nothing.returncode == 64
+
+
+def test_verify_names_the_file(state_dir):
+    assert all(row["sound"] for row in as_json("verify", "--state-dir", state_dir))
+    path = store_of(state_dir).path / snapshot_name(3, RUN_ID) / "optimizer.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    done = command("verify", "--state-dir", state_dir)
+    assert done.returncode == 65
+    assert f"{path}: its content changed" in done.stdout
+    rows = json.loads(command("verify", "--state-dir", state_dir, "--json").stdout)
+    assert [(r["global_step"], r["damages"][0]["file"]) for r in rows if not r["sound"]] == [
+        (3, "optimizer.safetensors")
+    ]
+    assert command("verify", "--state-dir", state_dir, "--step", 2).returncode == 0
+    assert command("verify", "--state-dir", state_dir, "--step", 99).returncode == 66
+
+
+def test_a_newer_format_is_refused_by_name(state_dir):
+    path = store_of(state_dir).path / snapshot_name(3, RUN_ID) / "manifest.json"
+    fields = {**json.loads(path.read_text()), "version": 7}
+    del fields["checksum"]
+    fields["checksum"] = digest(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
+    path.write_text(json.dumps(fields))
+    done = command("show", "--state-dir", state_dir, "--step", 3)
+    assert done.returncode == 65
+    assert "snapshot format version 7" in done.stderr
+
+
+def test_prune(state_dir):
+    store = store_of(state_dir)
+    store.pin(RUN_ID, 2, "another run")
+    (store.path / snapshot_name(4, RUN_ID) / "model.safetensors").unlink()
+    plan = as_json("prune", "--state-dir", state_dir, "--keep-last", 1, "--dry-run")
+    assert plan["deleted"] == [snapshot_name(step, RUN_ID) for step in (1, 3, 4)]
+    assert len(store.snapshots()) == 5
+    assert as_json("prune", "--state-dir", state_dir, "--keep-last", 1)["deleted"] == plan["deleted"]
+    assert [s.global_step for s in store.snapshots()] == [5, 2]
+
+
+def test_prune_deletes_nothing_newer_than_what_is_sound(state_dir):
+    store = store_of(state_dir)
+    for step in (4, 5):
+        (store.path / snapshot_name(step, RUN_ID) / "model.safetensors").unlink()
+    deleted = as_json("prune", "--state-dir", state_dir, "--keep-last", 1)["deleted"]
+    assert deleted == [snapshot_name(step, RUN_ID) for step in (1, 2)]
+
+
+def test_export_writes_every_name(state_dir, tmp_path):
+    target = tmp_path / "out"
+    assert as_json("export", "--state-dir", state_dir, target)["tensors"] == 3
+    loaded = safetensors.numpy.load_file(target / "model.safetensors")
+    expected = arrays(5)["model.safetensors"]
+    assert loaded.keys() == {"weight", "half", "tied"}
+    for name in ("weight", "tied"):
+        np.testing.assert_array_equal(loaded[name], expected["weight"])
+    done = command("export", "--state-dir", state_dir, target, "--ema")
+    assert done.returncode == 66
+    assert "no averaged weights" in done.stderr
+
+
+def test_export_of_averages_and_bfloat16(tmp_path):
+    folder = tmp_path / "job"
+    folder.mkdir()
+    tier = MemoryTier.staging(folder)
+    spec = {"w": TensorSpec("BF16", (3,))}
+    writer = tier.begin(
+        {
+            "model.safetensors": layout({**spec, "buffer": TensorSpec("I64", ())}),
+            "optimizer.safetensors": layout({}),
+            "ema.safetensors": layout(spec),
+        }
+    )
+    for file, content in {"model.safetensors": b"aabbcc", "ema.safetensors": b"ddeeff"}.items():
+        begin, end = writer.layouts[file].offsets["w"]
+        writer.buffers[file][begin:end] = content
+    writer.commit(job="job", run_id=RUN_ID, global_step=1, versions={}, trainer={})
+    tier.close()
+    for options, content in (((), b"aabbcc"), (("--ema",), b"ddeeff")):
+        target = tmp_path / "x.safetensors"
+        assert command("export", "--state-dir", folder, target, *options).returncode == 0
+        tensors = dict(safetensors.deserialize(target.read_bytes()))
+        assert tensors["w"] == {"dtype": "BF16", "shape": [3], "data": content}
+        assert tensors["buffer"]["data"] == bytes(8)
+
+
+def test_nothing_there_is_said(tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert as_json("list", "--state-dir", tmp_path / "empty") == []
+    done = command("show", "--state-dir", tmp_path / "empty")
+    assert done.returncode == 66
+    assert "there is no snapshot in" in done.stderr
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_config_show_hides_the_credentials_of_a_store(tmp_path):
+    (tmp_path / "job.toml").write_text(
+        'task = "a:B"\n[train]\nmax_steps = 1\nmicro_batch_size = 1\n'
+        '[checkpoint]\nurl = "s3://me:hunter22@host/x"\nstorage_options = { secret = "hunter22", anon = false }\n'
+    )
+    for options in ((), ("--json",)):
+        done = subprocess.run(
+            [sys.executable, "-m", "elastictrain.cli.main", "config", "show", str(tmp_path), *options],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "hunter22" not in done.stdout
+        assert "***" in done.stdout
+
+
+def test_the_command_loads_neither_torch_nor_fsspec(state_dir):
+    script = (
+        "import sys; from elastictrain.cli.main import app; "
+        "app(['checkpoints', 'list', '--state-dir', sys.argv[1]], standalone_mode=False); "
+        "print([m for m in ('torch', 'fsspec', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script, state_dir], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,142 @@
+"""A real S3 server on loopback: what is put comes back, and an outage costs nothing but time."""
+
+from __future__ import annotations
+
+import time
+import uuid
+import warnings
+
+import pytest
+
+from elastictrain.checkpoint.catalog import newest_first, open_candidate
+from elastictrain.checkpoint.memory_tier import Declined
+from elastictrain.checkpoint.persist_loop import PersisterSettings, Report
+from elastictrain.checkpoint.persister_client import Persister
+from elastictrain.checkpoint.store import open_store
+from elastictrain.errors import StorageError
+from tests.process.snapshot_payload import assert_holds, layouts, tier_of, write
+
+pytest.importorskip("s3fs")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    moto_server = pytest.importorskip("moto.server")
+
+DEADLINE_S = 60.0
+SECRET = "hunter22-secret"
+
+pytestmark = pytest.mark.filterwarnings("default")  # the server's and the client's own
+
+
+class S3:
+    """A server that can be taken away and come back on the same port; what it holds survives in this process."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.start()
+        self.options = {
+            "key": "some-key-id",
+            "secret": SECRET,
+            "endpoint_url": f"http://127.0.0.1:{self.port}",
+            "client_kwargs": {"region_name": "eu-west-1"},
+            "config_kwargs": {"retries": {"max_attempts": 1}, "connect_timeout": 2, "read_timeout": 5},
+        }
+
+    def start(self) -> None:
+        self._server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=self.port, verbose=False)
+        self._server.start()
+        self.port = self._server.get_host_and_port()[1]
+
+    def stop(self) -> None:
+        self._server.stop()
+
+
+@pytest.fixture(scope="module")
+def s3():
+    server = S3()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def url(s3):
+    import s3fs
+
+    bucket = f"bucket-{uuid.uuid4().hex}"
+    s3fs.S3FileSystem(**s3.options, skip_instance_cache=True).mkdir(bucket)
+    return f"s3://{bucket}/some/prefix"
+
+
+@pytest.fixture
+def tier(tmp_path):
+    (tmp_path / "shm").mkdir()
+    made = tier_of(tmp_path)
+    yield made
+    made.close()
+
+
+def stored_steps(s3: S3, url: str, tmp_path) -> list[int]:
+    steps = []
+    for candidate in newest_first(None, open_store(url, s3.options)):
+        with open_candidate(candidate, tmp_path) as reader:
+            assert_holds(reader)
+        steps.append(candidate.global_step)
+    return steps
+
+
+def test_snapshots_in_s3(s3, url, tier, tmp_path):
+    reports: list[Report] = []
+    settings = PersisterSettings(url=url, storage_options=s3.options, keep_last=2)
+    persister = Persister(settings, reports.append)
+    for step in (1, 2, 3):
+        persister.submit(write(tier, step))
+        assert persister.wait(step, DEADLINE_S), persister.status
+    persister.close(finish=True)
+    assert stored_steps(s3, url, tmp_path) == [3, 2]
+    store = open_store(url, s3.options)
+    store.pin("0badcafe", 2, "x")
+    assert list(store.pins()) == [("0badcafe", 2)]
+    store.unpin("0badcafe", 2, "x")
+    assert store.pins() == {}
+    name = store.snapshots()[0].name
+    assert store.verify(name) == []
+    store._fs.pipe_file(store._path(name, "model.safetensors"), b"short")
+    assert [d.file for d in store.verify(name)] == ["model.safetensors"]
+    assert SECRET not in str(reports)
+
+
+def outage(s3: S3, url: str, tier, tmp_path, seconds: float) -> None:
+    reports: list[Report] = []
+    settings = PersisterSettings(url=url, storage_options=s3.options, first_pause_s=0.1, longest_pause_s=1.0)
+    persister = Persister(settings, reports.append)
+    persister.submit(write(tier, 1))
+    assert persister.wait(1, DEADLINE_S), persister.status
+    s3.stop()
+    begun_s = time.monotonic()
+    try:
+        step = 2
+        while time.monotonic() - begun_s < seconds or not any(r.kind == "retrying" for r in reports):
+            # Training goes on and takes snapshots, as far as there are slots.
+            writer = tier.begin(layouts())
+            if not isinstance(writer, Declined):
+                writer.abort()
+                persister.submit(write(tier, step))
+                step += 1
+            with pytest.raises(StorageError) as failed:
+                open_store(url, s3.options).snapshots()
+            assert SECRET not in str(failed.value)
+        assert persister.status.durable_step == 1
+    finally:
+        s3.start()
+    assert persister.wait(step - 1, DEADLINE_S), persister.status
+    persister.close(finish=True)
+    assert stored_steps(s3, url, tmp_path)[0] == step - 1
+    assert SECRET not in str(reports)
+
+
+def test_an_outage_costs_nothing_but_time(s3, url, tier, tmp_path):
+    outage(s3, url, tier, tmp_path, 2.0)
+
+
+@pytest.mark.long
+def test_an_outage_of_twenty_seconds(s3, url, tier, tmp_path):
+    outage(s3, url, tier, tmp_path, 20.0)
