@@ -96,5 +96,9 @@ def train(workload: Workload, tick: Tick, overrides: Mapping[str, Mapping[str, A
             job_dir=str(Path(__file__).parent),
             config=config.model_dump(mode="json"),
             kept_global_batch_size=None,
+            run_id="00000000",
+            source=None,
+            allowed_differences=[],
+            mean_time_between_failures_s=3600.0,
         )
         run_job(spec, session, log)

@@ -19,7 +19,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from elastictrain.core.seeds import Stream, derive
+from elastictrain.core.seeds import GOLDEN_GAMMA, Stream, derive, stream_state
 
 ROUNDS = 10
 """Even, so that the two halves end with the widths they began with. Small domains need the most: with 10 rounds
@@ -100,21 +100,25 @@ BLOCK_LENGTH = 4096
 
 
 @lru_cache(maxsize=16)
-def _block(seed: int, number: int, length: int, shuffle: bool) -> tuple[list[int], list[int]]:
-    """Epochs and indices at positions `[number · BLOCK_LENGTH, (number + 1) · BLOCK_LENGTH)`."""
+def _block(seed: int, number: int, length: int, shuffle: bool) -> tuple[list[int], list[int], list[int]]:
+    """Epochs, indices and seeds at positions `[number · BLOCK_LENGTH, (number + 1) · BLOCK_LENGTH)`."""
     start = number * BLOCK_LENGTH
     epochs, indices = samples(seed, start, start + BLOCK_LENGTH, length, shuffle=shuffle)
-    return epochs.tolist(), indices.tolist()
+    gamma = np.uint64(GOLDEN_GAMMA)
+    state = _mix64((np.uint64(stream_state(seed, Stream.SAMPLE)) ^ epochs.astype(np.uint64)) + gamma)
+    seeds = _mix64((state ^ indices.astype(np.uint64)) + gamma)
+    return epochs.tolist(), indices.tolist(), seeds.tolist()
 
 
-def sample_list(seed: int, start: int, stop: int, length: int, *, shuffle: bool = True) -> list[tuple[int, int]]:
-    """`samples` as (epoch, index) pairs, from blocks that are computed once: for spans that follow one another."""
-    pairs: list[tuple[int, int]] = []
+def sample_list(seed: int, start: int, stop: int, length: int, *, shuffle: bool = True) -> list[tuple[int, int, int]]:
+    """`samples` as (epoch, index, seed of the sample), from blocks that are computed once: for spans that follow one
+    another. The seed is `derive(seed, Stream.SAMPLE, epoch, index)`."""
+    pairs: list[tuple[int, int, int]] = []
     while start < stop:
         number, offset = divmod(start, BLOCK_LENGTH)
-        epochs, indices = _block(seed, number, length, shuffle)
+        epochs, indices, seeds = _block(seed, number, length, shuffle)
         end = min(BLOCK_LENGTH, offset + stop - start)
-        pairs += zip(epochs[offset:end], indices[offset:end], strict=True)
+        pairs += zip(epochs[offset:end], indices[offset:end], seeds[offset:end], strict=True)
         start += end - offset
     return pairs
 

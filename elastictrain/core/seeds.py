@@ -13,7 +13,7 @@ from enum import IntEnum
 from functools import lru_cache
 
 _MASK = (1 << 64) - 1
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
 class Stream(IntEnum):
@@ -41,9 +41,10 @@ def mix64(value: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _stream_state(seed: int, stream: Stream) -> int:
-    state = mix64((seed + _GOLDEN_GAMMA) & _MASK)
-    return mix64((state ^ stream) + _GOLDEN_GAMMA & _MASK)
+def stream_state(seed: int, stream: Stream) -> int:
+    """What all seeds of a stream have in common: `derive` absorbs the place into it, word by word."""
+    state = mix64((seed + GOLDEN_GAMMA) & _MASK)
+    return mix64((state ^ stream) + GOLDEN_GAMMA & _MASK)
 
 
 def derive(seed: int, stream: Stream, *place: int) -> int:
@@ -54,7 +55,7 @@ def derive(seed: int, stream: Stream, *place: int) -> int:
         stream: what the seed is for.
         place: the coordinates that `Stream` names, non-negative integers.
     """
-    state = _stream_state(seed, stream)
+    state = stream_state(seed, stream)
     for word in place:
-        state = mix64((state ^ (word & _MASK)) + _GOLDEN_GAMMA & _MASK)
+        state = mix64((state ^ (word & _MASK)) + GOLDEN_GAMMA & _MASK)
     return state

@@ -22,7 +22,7 @@ from elastictrain.core.order import sample_list
 from elastictrain.core.seeds import Stream, derive
 from elastictrain.errors import DataError
 from elastictrain.procs import die_with_parent
-from elastictrain.training.randomness import Generators
+from elastictrain.training.randomness import Generators, SampleSeeder
 from elastictrain.training.task import user_traceback
 
 Span = tuple[int, int]
@@ -63,29 +63,36 @@ class SeededReader(Dataset[Any]):
         self._shuffle = shuffle and stream is Stream.SAMPLE
         self._seed_samples = seed_samples
         # Datasets run on the CPU; a loader process must never touch CUDA.
-        self._generators = Generators(torch.device("cpu"))
+        self._seeder = SampleSeeder(Generators(torch.device("cpu")))
 
     def __getitem__(self, index: Any) -> Any:
         raise NotImplementedError("a SeededReader is read by spans")
 
     def __getitems__(self, span: Span) -> list[Any] | FetchFailed:
         """Reads the samples of a span; called by torch's fetcher, in a loader process or in this one."""
-        wanted = sample_list(self._seed, *span, self._length, shuffle=self._shuffle)
+        wanted = self._wanted(span)
         if not self._seed_samples and (batched := getattr(self._dataset, "__getitems__", None)) is not None:
             try:
-                return cast(list[Any], batched([index for _, index in wanted]))
+                return cast(list[Any], batched([index for _, index, _ in wanted]))
             except Exception as error:  # noqa: BLE001 - the user's dataset may raise anything
                 return _failed(error, None, wanted[0][0])
         read = []
-        for epoch, index in wanted:
-            if self._seed_samples:
-                place = (epoch, index) if self._stream is Stream.SAMPLE else (index,)
-                self._generators.seed(derive(self._seed, self._stream, *place))
+        self._seeder.begin()
+        for epoch, index, seed in wanted:
             try:
-                read.append(self._dataset[index])
+                read.append(
+                    self._seeder.read(self._dataset, index, seed) if self._seed_samples else self._dataset[index]
+                )
             except Exception as error:  # noqa: BLE001 - the user's dataset may raise anything
                 return _failed(error, index, epoch)
         return read
+
+    def _wanted(self, span: Span) -> list[tuple[int, int, int]]:
+        """(epoch, index, seed) of each sample of a span."""
+        if self._stream is Stream.SAMPLE:
+            return sample_list(self._seed, *span, self._length, shuffle=self._shuffle)
+        indices = [position % self._length for position in range(*span)]
+        return [(0, index, derive(self._seed, self._stream, index)) for index in indices]
 
 
 class SeededCollate:

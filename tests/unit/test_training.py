@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from elastictrain.config.schema import OptimizerConfig, ScalerConfig
 from elastictrain.core.phases import Phase
-from elastictrain.core.seeds import Stream
+from elastictrain.core.seeds import Stream, derive
 from elastictrain.core.window import WindowPlan
 from elastictrain.errors import IllegalTransitionError, TaskError, UsageError
 from elastictrain.protocol import StopBoard
@@ -255,3 +255,30 @@ def test_horizons_of_chained_schedules_are_found() -> None:
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=80)
     chained = torch.optim.lr_scheduler.ChainedScheduler([cosine])
     assert schedule_horizons(chained) == {"CosineAnnealingLR.T_max": 80}
+
+
+@pytest.mark.parametrize("first_draw_at", [0, 3, 700])
+def test_a_dataset_that_draws_late_is_seeded_all_the_same(first_draw_at: int) -> None:
+    """Samples that draw from `random` or NumPy get their own seed's numbers, also where the samples before drew
+    nothing, so that seeding looked superfluous until then."""
+
+    class Late:
+        def __len__(self) -> int:
+            return 1000
+
+        def __getitem__(self, index: int) -> tuple[float, ...]:
+            if index < first_draw_at:
+                return (0.0,)
+            return (random.random(), float(np.random.random()), float(torch.rand(())))
+
+    def read(start: int, stop: int) -> list[tuple[float, ...]]:
+        reader = SeededReader(Late(), seed=5, stream=Stream.SAMPLE, shuffle=False, seed_samples=True)
+        return [s for a in range(start, stop, 7) for s in reader.__getitems__((a, min(a + 7, stop)))]
+
+    everything = read(0, 1000)
+    generators = Generators(torch.device("cpu"))
+    for index in (first_draw_at, first_draw_at + 1, 999):
+        generators.seed(derive(5, Stream.SAMPLE, 0, index))
+        expected = (random.random(), float(np.random.random()), float(torch.rand(())))
+        assert everything[index] == expected, "drawn from the sequence that tells draws, not from the sample's seed"
+    assert read(500, 1000) == everything[500:]
