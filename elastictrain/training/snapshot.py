@@ -146,7 +146,7 @@ class Snapshotter:
         self._copy: CopyJob | None = None
         self._specs: Any = None
         self._layouts: dict[str, Layout] = {}
-        self._views: dict[tuple[int, str], tuple[memoryview, list[Tensor]]] = {}
+        self._views: dict[tuple[int, str], tuple[memoryview, dict[str, Tensor]]] = {}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._device_copied: torch.cuda.Event | None = None
         self.last: MemorySnapshot | None = None
@@ -171,13 +171,16 @@ class Snapshotter:
 
         The loop must call `before_change` before the optimizer's next step. A snapshot that cannot be written is
         reported and left out: training goes on.
+
+        Raises:
+            StateValueError: the state holds what no snapshot can; the next one could not either.
         """
         began_s = perf_counter()
         self.wait_committed()
         captured = self._state.capture()
         step = captured.counters.global_step
+        specs = captured.specs()
         try:
-            specs = captured.specs()
             if specs != self._specs:
                 self._layouts = {name: layout(tensors, None) for name, tensors in specs.items()}
                 self._specs = specs
@@ -243,8 +246,9 @@ class Snapshotter:
         later: list[tuple[Tensor, Tensor]] = []
         for file, tensors in captured.files.items():
             volatile = captured.volatile.get(file, ())
-            for (name, source), target in zip(tensors.items(), self._targets(file, tensors, writer), strict=True):
-                (now if name in volatile else later).append((target, source))
+            targets = self._targets(file, tensors, writer)
+            for name, source in tensors.items():
+                (now if name in volatile else later).append((targets[name], source))
         if self._stream is not None:
             self._copy_on_device(now, later, writer)
             return None
@@ -252,16 +256,17 @@ class Snapshotter:
             target.copy_(source)
         return _host_job(later)
 
-    def _targets(self, file: str, tensors: Mapping[str, Tensor], writer: SlotWriter) -> list[Tensor]:
-        """Tensors that are views of the slot's mapped file."""
+    def _targets(self, file: str, tensors: Mapping[str, Tensor], writer: SlotWriter) -> dict[str, Tensor]:
+        """Tensors that are views of the slot's mapped file, by name: a state may come in another order next time."""
         buffer = writer.buffers[file]
         known = self._views.get((writer.index, file))
         if known is not None and known[0] is buffer:
             return known[1]
         offsets = self._layouts[file].offsets
-        views = [
-            view_of(buffer, offsets[name][0], source.dtype, tuple(source.shape)) for name, source in tensors.items()
-        ]
+        views = {
+            name: view_of(buffer, offsets[name][0], source.dtype, tuple(source.shape))
+            for name, source in tensors.items()
+        }
         if self._stream is not None:
             _page_lock(buffer)
         self._views[writer.index, file] = (buffer, views)
