@@ -51,6 +51,12 @@ _fault = _parse(os.environ.get(ENV_FAULT))
 _passed = 0
 
 
+def arm(text: str | None) -> None:
+    """Takes a fault as if the variable had held `text` when the process began: for processes that are forked."""
+    global _fault, _passed  # noqa: PLW0603
+    _fault, _passed = _parse(text), 0
+
+
 def point(name: str) -> None:
     """Passes the point `name`; does nothing unless a test asked for a fault here."""
     if _fault is None or _fault[0] != name:

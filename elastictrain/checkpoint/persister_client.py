@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -22,6 +23,12 @@ from elastictrain.checkpoint.persist_loop import PersisterSettings, PersistLoop,
 
 FIRST_RESTART_PAUSE_S = 0.2
 LONGEST_RESTART_PAUSE_S = 30.0
+
+# A process that is forked (a loader of the training data) while another thread starts the persister inherits the pipe
+# on whose end of file that thread waits, and keeps it open for as long as it lives: Popen would never return. So
+# nobody forks while a persister is being started.
+_starting = threading.Lock()
+os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,16 +195,17 @@ class Persister:
             pause_s = min(2 * pause_s, LONGEST_RESTART_PAUSE_S)
 
     def _start(self) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "elastictrain.checkpoint.persister"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            bufsize=1,
-            start_new_session=True,
-        )
+        with _starting:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "elastictrain.checkpoint.persister"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                encoding="utf-8",
+                errors="replace",
+                bufsize=1,
+                start_new_session=True,
+            )
         with self._changed:
             self._process = process
             self._send({"configure": {**asdict(self._settings), "storage_options": _plain(self._settings)}})

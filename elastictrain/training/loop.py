@@ -93,16 +93,17 @@ class Loop:
             epochs_before = plan.epochs_done(session.sample_position)
             self._step(step)
             number = session.global_step
-            if self._snapshotter is not None and self._snapshotter.due(number):
-                self._snapshot()
+            # A step that is in a snapshot is not done again: what there is to say about it is said before.
             if self._reporter.due(number):
                 self._reporter.report()
+            if self._snapshotter is not None and self._snapshotter.due(number):
+                self._snapshot()
             if self._evaluation.due(number, epochs_before, plan.epochs_done(session.sample_position)):
                 self.evaluate()
+        self._reporter.report()
         if self._snapshotter is not None and self._snapshotter.last_step != session.global_step:
             # Evaluation at the end may take long: nothing of what was trained shall hang on it.
             self._snapshot()
-        self._reporter.report()
 
     def _snapshot(self) -> None:
         assert self._snapshotter is not None

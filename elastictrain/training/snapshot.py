@@ -172,13 +172,16 @@ class Snapshotter:
 
         The loop must call `before_change` before the optimizer's next step. A snapshot that cannot be written is
         reported and left out: training goes on.
+
+        Raises:
+            StateValueError: the state holds what no snapshot can; the next one could not either.
         """
         began_s = perf_counter()
         self.wait_committed()
         captured = self._state.capture()
         step = captured.counters.global_step
+        specs = captured.specs()
         try:
-            specs = captured.specs()
             if specs != self._specs:
                 self._layouts = {name: layout(tensors, None) for name, tensors in specs.items()}
                 self._specs = specs

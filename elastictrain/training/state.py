@@ -19,7 +19,7 @@ from elastictrain.checkpoint.tree import decode, encode
 from elastictrain.core.batch import BatchPlan
 from elastictrain.core.counters import Counters
 from elastictrain.core.identity import DataIdentity, Difference
-from elastictrain.errors import SnapshotMismatchError
+from elastictrain.errors import SnapshotMismatchError, StateValueError
 from elastictrain.training.session import Session
 from elastictrain.training.task import BoundTask
 from elastictrain.training.trainee import Trainee
@@ -34,12 +34,19 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.complex64: "C64",
     torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
 """safetensors' names of the dtypes that can be kept."""
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+_EXTRA_STATE = "_extra_state"
+"""How the names end of what modules give and take by `get_extra_state` and `set_extra_state`: values, even if tensors."""
 
 TensorFiles = dict[str, dict[str, Tensor]]
 """Tensors by file and name."""
@@ -63,15 +70,19 @@ class Captured:
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def specs(self) -> dict[str, dict[str, TensorSpec]]:
-        """Dtype and shape of every tensor, by file and name."""
-        return {file: {name: spec_of(t) for name, t in tensors.items()} for file, tensors in self.files.items()}
+        """Dtype and shape of every tensor, by file and name. Raises StateValueError for one that cannot be kept."""
+        return {file: {name: spec_of(t, name) for name, t in tensors.items()} for file, tensors in self.files.items()}
 
 
-def spec_of(tensor: Tensor) -> TensorSpec:
-    """A tensor's dtype and shape in the snapshot format's words."""
-    if tensor.dtype not in DTYPE_NAMES or tensor.is_sparse or tensor.is_quantized:
-        raise SnapshotMismatchError(
-            f"a tensor of dtype {tensor.dtype} and layout {tensor.layout} cannot be kept in a snapshot",
+def spec_of(tensor: Tensor, name: str) -> TensorSpec:
+    """A tensor's dtype and shape in the snapshot format's words.
+
+    Raises:
+        StateValueError: the format has no word for it.
+    """
+    if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided or tensor.is_quantized:
+        raise StateValueError(
+            f"{name} is a tensor of dtype {tensor.dtype} and layout {tensor.layout}, which a snapshot cannot hold",
             "Snapshots hold dense tensors of the dtypes that safetensors knows.",
         )
     return TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
@@ -151,7 +162,7 @@ class TrainingState:
         extra: dict[str, Any] = {}
         seen: dict[tuple[Any, ...], str] = {}
         for name, value in self._module.state_dict(keep_vars=True).items():
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) or name.endswith(_EXTRA_STATE):
                 extra[name] = value
                 continue
             same = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.device)
@@ -186,7 +197,7 @@ class TrainingState:
     ) -> list[Difference]:
         """What a snapshot has differently from this run and what must not differ unless allowed by name."""
         found = self._data.differences(DataIdentity(**trainer["data_order"]))
-        mine = {name: spec_of(tensor) for name, tensor in self._model_tensors()[0].items()}
+        mine = {name: spec_of(tensor, name) for name, tensor in self._model_tensors()[0].items()}
         theirs = specs[MODEL_FILE]
         for name in [*mine, *(n for n in theirs if n not in mine)]:
             if mine.get(name) != theirs.get(name):
@@ -208,16 +219,18 @@ class TrainingState:
         what this run does not have yet, such as the optimizer's moments before its first step."""
         files: dict[str, dict[str, Tensor]] = {MODEL_FILE: {}, OPTIMIZER_FILE: {}}
         model = self._model_tensors()[0]
-        files[MODEL_FILE] = {n: model[n] for n, s in specs[MODEL_FILE].items() if n in model and spec_of(model[n]) == s}
+        files[MODEL_FILE] = {
+            n: model[n] for n, s in specs[MODEL_FILE].items() if n in model and spec_of(model[n], n) == s
+        }
         by_name = dict(zip(self._parameter_names, self._parameters, strict=True))
         for full_name, spec in specs[OPTIMIZER_FILE].items():
             name, _, key = full_name.rpartition("/")
-            if name in by_name and (len(spec.shape) == 0 or spec.shape == tuple(by_name[name].shape)):
+            if name in by_name and self._is_as_it_was(name, by_name[name], specs):
                 files[OPTIMIZER_FILE][full_name] = self._moment(by_name[name], key, spec)
         if self._ema is not None and EMA_FILE in specs:
             averages = self._ema.averages
             files[EMA_FILE] = {
-                n: averages[n] for n, s in specs[EMA_FILE].items() if n in averages and spec_of(averages[n]) == s
+                n: averages[n] for n, s in specs[EMA_FILE].items() if n in averages and spec_of(averages[n], n) == s
             }
         if STATE_FILE in specs:
             files[STATE_FILE] = {
@@ -225,6 +238,13 @@ class TrainingState:
                 for name, spec in specs[STATE_FILE].items()
             }
         return files
+
+    @staticmethod
+    def _is_as_it_was(name: str, parameter: Tensor, specs: Mapping[str, Mapping[str, TensorSpec]]) -> bool:
+        """Whether a parameter has the snapshot's shape, so that what the optimizer kept about it still fits. All of it
+        or nothing: an optimizer that finds part of its state believes in the rest."""
+        kept = specs[MODEL_FILE].get(name)
+        return kept is None or kept.shape == tuple(parameter.shape)
 
     def _moment(self, parameter: Tensor, key: str, spec: TensorSpec) -> Tensor:
         dtype = DTYPES[spec.dtype]

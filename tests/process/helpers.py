@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 import tomli_w
 
+from elastictrain.checkpoint import faults
 from elastictrain.cli.state_dir import StartOptions, StateDir
 from elastictrain.config import load_job
 from elastictrain.protocol import ENV_RUN_DIR, METRICS_FILE, OUTCOME_FILE, ErrorReport, read_error_reports
@@ -230,6 +231,7 @@ def _fork_server() -> Any:
 
 def _rank_main(environment: dict[str, str], output: str) -> None:
     os.environ.update(environment)
+    faults.arm(os.environ.get(faults.ENV_FAULT))  # its module was imported before the environment was known
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -250,25 +252,29 @@ def train(
     options: StartOptions | None = None,
     expect_success: bool = True,
     deadline_s: float = DEADLINE_S,
+    environment: Mapping[str, str] | None = None,
+    while_running: Callable[[list[Any]], None] | None = None,
     **job: Any,
 ) -> Trained:
     """Trains a job on `world_size` ranks of its own and waits for them.
 
     Args:
         folder: where job.toml, the state directory and what the task records go.
-        task: class in `tests.process.tasks`; empty takes the job.toml that is there.
+        task: class in `tests.process.tasks`, or "module:Class"; empty takes the job.toml that is there.
         world_size: how many ranks.
         overrides: as `--set`.
         options: where to begin, as `--fresh`, `--from` and `--allow` say.
         expect_success: fail, with all output, if a rank fails.
         deadline_s: for the whole run.
+        environment: more of it for the ranks.
+        while_running: called with the ranks' processes once they are started.
         job: as `write_job` takes.
     """
     from torch.distributed import TCPStore
 
     folder.mkdir(parents=True, exist_ok=True)
     if task:
-        write_job(folder, f"tests.process.tasks:{task}", **job)
+        write_job(folder, task if ":" in task else f"tests.process.tasks:{task}", **job)
     state = StateDir(folder / "state")
     loaded = load_job(str(folder), [f"elastic.nproc_per_node={world_size}", *overrides])
     incarnation = state.prepare(loaded, options)
@@ -276,7 +282,7 @@ def train(
     context = _fork_server()
     ranks = []
     for rank in range(world_size):
-        environment = {
+        rank_environment = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world_size),
@@ -288,12 +294,15 @@ def train(
             ENV_RUN_DIR: str(incarnation.run_dir),
             "RECORD_DIR": str(folder),
             "OMP_NUM_THREADS": "1",
+            **(environment or {}),
         }
         output = str(incarnation.run_dir / f"output-{rank}.txt")
-        ranks.append(context.Process(target=_rank_main, args=(environment, output)))
+        ranks.append(context.Process(target=_rank_main, args=(rank_environment, output)))
     for process in ranks:
         process.start()
     try:
+        if while_running is not None:
+            while_running(ranks)
         wait_until(lambda: all(process.exitcode is not None for process in ranks), deadline_s)
     finally:
         for process in ranks:
