@@ -185,7 +185,7 @@ class Snapshotter:
             if specs != self._specs:
                 self._layouts = {name: layout(tensors, None) for name, tensors in specs.items()}
                 self._specs = specs
-                self._views = {}
+                self._forget_views()
             writer = self._begin()
             if isinstance(writer, Declined):
                 self._log.warning("snapshot_left_out", at_step=step, reason=writer.reason)
@@ -226,6 +226,7 @@ class Snapshotter:
         """Ends the thread; the snapshot in progress is completed."""
         self.wait_committed()
         self._executor.shutdown()
+        self._forget_views()
 
     # ---- how
 
@@ -239,7 +240,7 @@ class Snapshotter:
                     raise
                 self._log.warning("memory_tier_given_up", error=str(error), instead=str(self._tiers[1].root))
                 del self._tiers[0]
-                self._views = {}
+                self._forget_views()
 
     def _start_copy(self, captured: Captured, writer: SlotWriter) -> CopyJob | None:
         """Copies what is volatile, and begins on the rest."""
@@ -263,6 +264,8 @@ class Snapshotter:
         known = self._views.get((writer.index, file))
         if known is not None and known[0] is buffer:
             return known[1]
+        if known is not None and self._stream is not None:
+            _page_unlock(known[0])
         offsets = self._layouts[file].offsets
         views = {
             name: view_of(buffer, offsets[name][0], source.dtype, tuple(source.shape))
@@ -272,6 +275,13 @@ class Snapshotter:
             _page_lock(buffer)
         self._views[writer.index, file] = (buffer, views)
         return views
+
+    def _forget_views(self) -> None:
+        """Lets go of all slots: other files will be mapped."""
+        if self._stream is not None:
+            for buffer, _ in self._views.values():
+                _page_unlock(buffer)
+        self._views = {}
 
     def _copy_on_device(
         self, now: list[tuple[Tensor, Tensor]], later: list[tuple[Tensor, Tensor]], writer: SlotWriter
@@ -347,10 +357,18 @@ def view_of(buffer: Any, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
     return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(shape)
 
 
-def _page_lock(buffer: Any) -> None:
+def _address_of(buffer: memoryview) -> int:
+    return torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+
+
+def _page_unlock(buffer: memoryview) -> None:
+    """Must come before the mapping goes: CUDA would go on believing in it."""
+    torch.cuda.cudart().cudaHostUnregister(_address_of(buffer))
+
+
+def _page_lock(buffer: memoryview) -> None:
     """Page-locks a mapped file for CUDA, so that copies into it run beside the computation."""
-    address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
-    code = torch.cuda.cudart().cudaHostRegister(address, len(buffer), 0)
+    code = torch.cuda.cudart().cudaHostRegister(_address_of(buffer), len(buffer), 0)
     if int(code) != 0:
         raise SnapshotError(
             f"CUDA cannot page-lock {len(buffer)} bytes of the memory tier: error {int(code)}",
