@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from elastictrain.checkpoint.catalog import Candidate, SnapshotReader, first_sound, newest_first
-from elastictrain.checkpoint.format import TensorSpec
+from elastictrain.checkpoint.format import MANIFEST_FILE, TensorSpec
 from elastictrain.checkpoint.memory_tier import MemorySnapshot, MemoryTier
 from elastictrain.checkpoint.store import Store
 from elastictrain.core.counters import Counters
@@ -42,6 +43,8 @@ class Lookup:
         run_id: the run they must be of.
         step: only the snapshot of this step; None for the newest.
         scratch: folder for what must be downloaded.
+        begins_run: the run has not been here before: a manifest that does not even say of which run it is, is of
+            another.
     """
 
     tiers: tuple[MemoryTier, ...]
@@ -49,6 +52,7 @@ class Lookup:
     run_id: str
     scratch: Path
     step: int | None = None
+    begins_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,7 @@ class Restorer:
             StorageError: the durable tier cannot be reached.
         """
         place = self._place
+        self._pass_over_nameless(lookup)
         in_memory = [c for tier in lookup.tiers for c in newest_first(tier, None, lookup.run_id)]
         reader = self._open(sorted(in_memory, key=lambda c: -c.global_step), lookup)
         claims = [row[0] for row in gather_ints([_step_of(reader)], place)]
@@ -124,6 +129,15 @@ class Restorer:
         if lookup.step is not None:
             candidates = [c for c in candidates if c.global_step == lookup.step]
         return first_sound(candidates, lookup.scratch, self._passed_over)
+
+    def _pass_over_nameless(self, lookup: Lookup) -> None:
+        """Slots whose manifest cannot be used: they are in no list of snapshots, and must not count as none."""
+        for tier in lookup.tiers:
+            for path, damage in tier.damaged():
+                run_id = _run_of(path / MANIFEST_FILE)
+                if run_id == lookup.run_id or (run_id is None and not lookup.begins_run):
+                    self._num_damaged += 1
+                    self._on_damaged(str(path), str(damage))
 
     def _passed_over(self, candidate: Candidate, reason: str) -> None:
         self._num_damaged += 1
@@ -159,6 +173,15 @@ class Restorer:
         counters = state.load(trainer, targets)
         in_memory = reader.candidate.memory if reader is not None else None
         return Restored(counters, told["tier"], trainer["world_size"], in_memory)
+
+
+def _run_of(manifest: Path) -> str | None:
+    """The run that a damaged manifest is of, where that can still be read."""
+    try:
+        match = re.search(rb'"run_id": "([0-9a-f]{8})"', manifest.read_bytes())
+    except OSError:
+        return None
+    return match[1].decode() if match is not None else None
 
 
 def _step_of(reader: SnapshotReader | None) -> int:
