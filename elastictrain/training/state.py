@@ -219,7 +219,9 @@ class TrainingState:
         what this run does not have yet, such as the optimizer's moments before its first step."""
         files: dict[str, dict[str, Tensor]] = {MODEL_FILE: {}, OPTIMIZER_FILE: {}}
         model = self._model_tensors()[0]
-        files[MODEL_FILE] = {n: model[n] for n, s in specs[MODEL_FILE].items() if n in model and spec_of(model[n], n) == s}
+        files[MODEL_FILE] = {
+            n: model[n] for n, s in specs[MODEL_FILE].items() if n in model and spec_of(model[n], n) == s
+        }
         by_name = dict(zip(self._parameter_names, self._parameters, strict=True))
         for full_name, spec in specs[OPTIMIZER_FILE].items():
             name, _, key = full_name.rpartition("/")
