@@ -115,7 +115,11 @@ def make_scheduler(name: str, optimizer: Optimizer, num_steps: int) -> LRSchedul
         case "sequential":
             return SequentialLR(
                 optimizer,
-                [LinearLR(optimizer, 0.1, total_iters=3), CosineAnnealingLR(optimizer, num_steps), ConstantLR(optimizer)],
+                [
+                    LinearLR(optimizer, 0.1, total_iters=3),
+                    CosineAnnealingLR(optimizer, num_steps),
+                    ConstantLR(optimizer),
+                ],
                 milestones=[3, 6],
             )
     raise ValueError(name)
