@@ -82,6 +82,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "data": {"num_workers": 2},
     },
     "milestones": {"params": {"optimizer": "sgd", "scheduler": "multistep"}},
+    "an optimizer that counts in integers": {"params": {"optimizer": "voting", "model": "linear"}},
     "adafactor": {"params": {"optimizer": "adafactor"}},
     "fp16, growing and shrinking scale": {
         "params": {"infinite": [3], "implementation": "fused", "scheduler": "step"},
@@ -189,3 +190,10 @@ def test_a_dtype_that_cannot_be_kept_is_refused_with_the_tensors_name(tmp_path: 
     assert run.codes == [78], run.output
     assert "turn" in run.errors[0].what
     assert "complex128" in run.errors[0].what
+
+
+def test_a_schedule_that_needs_a_metric_is_refused_at_the_start(tmp_path: Path) -> None:
+    run = go(tmp_path, params={"scheduler": "plateau"}, expect_success=False)
+    assert run.codes == [78]
+    assert "ReduceLROnPlateau" in run.errors[0].what
+    assert run.metrics() == []
