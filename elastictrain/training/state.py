@@ -46,7 +46,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 _EXTRA_STATE = "_extra_state"
-"""How the names end of what modules give and take by `get_extra_state` and `set_extra_state`: values, even if tensors."""
+"""End of the names of what modules give by `get_extra_state` and take by `set_extra_state`: values, even if tensors."""
 
 TensorFiles = dict[str, dict[str, Tensor]]
 """Tensors by file and name."""
