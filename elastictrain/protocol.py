@@ -134,6 +134,7 @@ class RunSpec:
         source: a snapshot of another run to begin with, while there is none of this run.
         allowed_differences: names of what a snapshot may have differently (`core.identity.ALLOWABLE`).
         mean_time_between_failures_s: as seen so far, for the interval between snapshots.
+        begins_run: no incarnation before this one was of this run: what cannot be read is not the run's.
     """
 
     incarnation: int
@@ -145,6 +146,7 @@ class RunSpec:
     source: SnapshotSource | None
     allowed_differences: list[str]
     mean_time_between_failures_s: float
+    begins_run: bool = False
 
     def write(self, run_dir: Path) -> None:
         write_json(run_dir / SPEC_FILE, asdict(self))

@@ -53,7 +53,7 @@ _passed = 0
 
 def arm(text: str | None) -> None:
     """Takes a fault as if the variable had held `text` when the process began: for processes that are forked."""
-    global _fault, _passed  # noqa: PLW0603
+    global _fault, _passed
     _fault, _passed = _parse(text), 0
 
 

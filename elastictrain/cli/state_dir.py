@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Iterator
@@ -126,13 +127,14 @@ class StateDir:
             global_batch_size=batch.global_batch_size if config.train.global_batch_size is None else None,
             source=source,
         )
-        if identity != kept:
-            identity.write(self.path)
         if options.source is not None:
-            # Before anything of the new run is durable, the old run's retention must not take its beginning away.
+            # Before anything of the new run is durable, the old run's retention must not take its beginning away. The
+            # pin comes first: a run that knows its source can rely on it.
             open_store(options.source.url, config.checkpoint.storage_options).pin(
                 options.source.run_id, options.source.global_step, identity.run_id
             )
+        if identity != kept:
+            identity.write(self.path)
         return identity
 
     def _open_store(self, config: JobConfig) -> Store:
@@ -153,9 +155,18 @@ class StateDir:
             run_id=identity.run_id,
             source=identity.source,
             allowed_differences=list(options.allowed_differences),
+            begins_run=not self._has_started(identity.run_id),
             mean_time_between_failures_s=self._mean_time_between_failures_s(),
         ).write(run_dir)
         return Incarnation(run_dir, number, job.config.checkpoint.preempt_deadline_s)
+
+    def _has_started(self, run_id: str) -> bool:
+        """Whether an earlier incarnation here was of this run."""
+        for number in self._numbers():
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                if RunSpec.read(self.path / RUNS_DIR / f"{number:04d}").run_id == run_id:
+                    return True
+        return False
 
     def _numbers(self) -> list[int]:
         return [int(p.name) for p in (self.path / RUNS_DIR).iterdir() if p.name.isdigit()]

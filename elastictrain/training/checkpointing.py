@@ -24,7 +24,7 @@ from elastictrain.checkpoint.secrets import redact_url
 from elastictrain.checkpoint.store import Store, open_store
 from elastictrain.config.schema import JobConfig
 from elastictrain.core.snapshot_interval import LastSnapshot, SnapshotSchedule
-from elastictrain.errors import SnapshotError
+from elastictrain.errors import SnapshotError, StorageError
 from elastictrain.logs import Logger
 from elastictrain.protocol import SNAPSHOTS_DIR, RunSpec
 from elastictrain.training.restore import Lookup, Restored, Restorer
@@ -96,6 +96,7 @@ class Checkpointing:
             {"elastictrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
         )
         self._durable_at_start: int | None = None
+        self._deadline_s: float | None = None
         self._persister: Persister | None = None
         self._snapshotter: Snapshotter | None = None
 
@@ -125,9 +126,15 @@ class Checkpointing:
         allowed = frozenset(self._spec.allowed_differences)
         restorer = Restorer(self._session.place, allowed=allowed, on_passed_over=self._passed_over)
         with scratch_folder(Path(self._spec.state_dir)) as scratch:
-            restored = restorer.restore(
-                state, Lookup(self._tiers, self._store, self._spec.run_id, scratch, self._config.storage_timeout_s)
+            own = Lookup(
+                self._tiers,
+                self._store,
+                self._spec.run_id,
+                scratch,
+                self._config.storage_timeout_s,
+                begins_run=self._spec.begins_run,
             )
+            restored = restorer.restore(state, own)
             source = self._spec.source
             if restored is None and source is not None:
                 store = open_store(source.url, self._config.storage_options) if self._store is not None else None
@@ -206,12 +213,13 @@ class Checkpointing:
 
     def finish(self, *, complete: bool) -> Kept:
         """Keeps the state of the last step, durably if there is time: without limit at the end of a run, until the
-        deadline when it was stopped, not at all when told to hurry.
+        deadline once somebody asks to stop, not at all when told to hurry.
         """
         snapshotter, persister = self._snapshotter, self._persister
         if snapshotter is None or persister is None:
             return Kept(None, durable=False)
-        deadline_s = float("inf") if complete else monotonic() + self._config.preempt_deadline_s
+        if not complete:
+            self._deadline_s = monotonic() + self._config.preempt_deadline_s
         step = self._session.global_step
         newest = snapshotter.wait_committed()
         if newest is None and self._durable_at_start == step:
@@ -220,14 +228,14 @@ class Checkpointing:
         while newest is None or newest.global_step != step:
             taken = snapshotter.take()
             newest = snapshotter.wait_committed()
-            if taken is not Taken.DECLINED or not self._may_wait(deadline_s):
+            if taken is not Taken.DECLINED or not self._may_wait():
                 break
             persister.wait(step, WAIT_SLICE_S)
         if newest is None:
             self.close()
             return Kept(None, durable=False)
         durable = persister.wait(newest.global_step, 0.0)
-        while not durable and self._may_wait(deadline_s):
+        while not durable and self._may_wait():
             durable = persister.wait(newest.global_step, WAIT_SLICE_S)
         if durable:
             self._release_source()
@@ -249,16 +257,22 @@ class Checkpointing:
             for tier in self._tiers:
                 tier.clean(timeout_s=CLEAN_TIMEOUT_S)
 
-    def _may_wait(self, deadline_s: float) -> bool:
-        return not self._session.hurry and monotonic() < deadline_s
+    def _may_wait(self) -> bool:
+        if self._deadline_s is None and self._session.stop_asked:
+            self._deadline_s = monotonic() + self._config.preempt_deadline_s
+        return not self._session.hurry and (self._deadline_s is None or monotonic() < self._deadline_s)
 
     def _release_source(self) -> None:
         """A run that has durable snapshots of its own needs the other run's no longer."""
         source = self._spec.source
-        if source is not None:
+        if source is None:
+            return
+        try:
             open_store(source.url, self._config.storage_options).unpin(
                 source.run_id, source.global_step, self._spec.run_id
             )
+        except StorageError as error:  # the other run keeps a snapshot too many: nothing that this one should fail for
+            self._log.warning("source_not_released", url=redact_url(source.url), error=error.what)
 
     def close(self) -> None:
         """Lets go of everything. What the persister was asked for it goes on with, after this process as well."""

@@ -297,8 +297,10 @@ class _Job:
     def _outcome(self, complete: bool, kept: Kept, reporter: Reporter, evaluation: Evaluation) -> Outcome:
         session = self._session
         reason = "complete" if complete else f"preempted ({session.stop_reason})"
-        if not complete and kept.step is not None:
+        if kept.step is not None and not (complete and kept.durable):
             reason += f", snapshot of step {kept.step} {'durable' if kept.durable else 'in the memory tier only'}"
+        elif kept.step is None and self._place.is_rank_zero:
+            reason += ", no snapshot could be kept"
         summary = {
             "kind": "summary",
             "step": session.global_step,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_e
 from torch import Tensor
 
 from elastictrain.checkpoint.catalog import Candidate, SnapshotReader, first_sound, newest_first
-from elastictrain.checkpoint.format import TensorSpec
+from elastictrain.checkpoint.format import MANIFEST_FILE, TensorSpec
 from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
 from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.store import Store
@@ -45,6 +46,8 @@ class Lookup:
         step: only the snapshot of this step; None for the newest.
         scratch: folder for what must be downloaded.
         store_patience_s: how long to wait for a store that fails.
+        begins_run: the run has not been here before: a manifest that does not even say of which run it is, is of
+            another.
     """
 
     tiers: tuple[MemoryTier, ...]
@@ -53,6 +56,7 @@ class Lookup:
     scratch: Path
     store_patience_s: float
     step: int | None = None
+    begins_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +129,8 @@ class Restorer:
                 reader.close()
 
     def _newest_in_memory(self, lookup: Lookup) -> SnapshotReader | None:
-        candidates = []
-        for tier in lookup.tiers:
-            for path, damage in tier.damaged():
-                self._num_damaged += 1
-                self._on_passed_over(str(path), str(damage))
-            candidates += newest_first(tier, None, lookup.run_id)
+        self._pass_over_nameless(lookup)
+        candidates = [c for tier in lookup.tiers for c in newest_first(tier, None, lookup.run_id)]
         return self._open(sorted(candidates, key=lambda c: -c.global_step), lookup)
 
     def _list_durable(self, lookup: Lookup, *, have_other: bool) -> list[Candidate]:
@@ -165,6 +165,15 @@ class Restorer:
                     tier.discard(damaged)
         self._damaged_in_memory = []
         return reader
+
+    def _pass_over_nameless(self, lookup: Lookup) -> None:
+        """Slots whose manifest cannot be used: they are in no list of snapshots, and must not count as none."""
+        for tier in lookup.tiers:
+            for path, damage in tier.damaged():
+                run_id = _run_of(path / MANIFEST_FILE)
+                if run_id == lookup.run_id or (run_id is None and not lookup.begins_run):
+                    self._num_damaged += 1
+                    self._on_passed_over(str(path), str(damage))
 
     def _passed_over(self, candidate: Candidate, reason: str) -> None:
         self._num_damaged += 1
@@ -202,6 +211,15 @@ class Restorer:
         counters = state.load(trainer, targets)
         in_memory = reader.candidate.memory if reader is not None else None
         return Restored(counters, told["tier"], trainer["world_size"], in_memory)
+
+
+def _run_of(manifest: Path) -> str | None:
+    """The run that a damaged manifest is of, where that can still be read."""
+    try:
+        match = re.search(rb'"run_id": "([0-9a-f]{8})"', manifest.read_bytes())
+    except OSError:
+        return None
+    return match[1].decode() if match is not None else None
 
 
 def _step_of(reader: SnapshotReader | None) -> int:

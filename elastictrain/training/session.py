@@ -214,6 +214,11 @@ class Session:
         self._board.ask()
 
     @property
+    def stop_asked(self) -> bool:
+        """True once anybody on this node asked to stop."""
+        return self.stop_reason is not None or self._board.asked
+
+    @property
     def hurry(self) -> bool:
         """True when the stop was asked for a second time: what is not durable by now stays in the memory tier."""
         return self._board.hurry

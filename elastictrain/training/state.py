@@ -46,7 +46,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 _EXTRA_STATE = "_extra_state"
-"""How the names end of what modules give and take by `get_extra_state` and `set_extra_state`: values, even if tensors."""
+"""End of the names of what modules give by `get_extra_state` and take by `set_extra_state`: values, even if tensors."""
 
 TensorFiles = dict[str, dict[str, Tensor]]
 """Tensors by file and name."""
@@ -292,6 +292,13 @@ class TrainingState:
         for own, group in zip(mine, groups, strict=True):
             group.update({k: own[k] for k in ("fused", "foreach", "capturable", "differentiable") if k in own})
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+        # torch converts state to the parameter's dtype (Optimizer.load_state_dict): that of float32 moments of bfloat16
+        # weights, or of counts in integers, would come back as something else.
+        for full_name, tensor in tensors.items():
+            name, _, key = full_name.rpartition("/")
+            own = self._optimizer.state[self._parameters[index_of[name]]]
+            if key != "step" and isinstance(own.get(key), Tensor) and own[key].dtype != tensor.dtype:
+                own[key] = tensor
 
 
 _SCHEDULE_LAYOUT = ("T_max", "total_steps", "total_iters", "_schedule_phases", "_milestones")

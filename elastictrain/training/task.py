@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import IterableDataset
 
 from elastictrain.errors import DataError, TaskError
@@ -294,5 +294,11 @@ class BoundTask:
             raise TaskError(
                 f"{self.name}.scheduler() returned {type(scheduler).__name__}",
                 "It must return a scheduler of torch.optim.lr_scheduler, or None.",
+            )
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise TaskError(
+                f"{self.name}.scheduler() returned a ReduceLROnPlateau, which needs a metric at each step",
+                "Schedulers are stepped after each applied update, with nothing but its number: use one that needs "
+                "no more.",
             )
         return cast("LRScheduler | None", scheduler)

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import (
     LRScheduler,
     MultiStepLR,
     OneCycleLR,
+    ReduceLROnPlateau,
     SequentialLR,
     StepLR,
 )
@@ -79,6 +80,23 @@ class Complex(nn.Module):
         return out
 
 
+class Voting(Optimizer):
+    """Moves a weight by the votes of its gradients' signs, counted in integers too large for float32."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["votes"] = torch.full_like(parameter, 2**40, dtype=torch.int64)
+                state["votes"] += parameter.grad.sign().long()
+                parameter.sub_((state["votes"] - 2**40).float(), alpha=group["lr"])
+
+
 def resumable_model(kind: str, hidden: int) -> nn.Module:
     match kind:
         case "tied":
@@ -108,6 +126,8 @@ def make_scheduler(name: str, optimizer: Optimizer, num_steps: int) -> LRSchedul
             return MultiStepLR(optimizer, [1, 3, 3, 5], 0.5)
         case "cosine":
             return CosineAnnealingLR(optimizer, num_steps)
+        case "plateau":
+            return ReduceLROnPlateau(optimizer)
         case "onecycle":
             return OneCycleLR(optimizer, 0.1, total_steps=num_steps)
         case "lambda":
@@ -132,7 +152,7 @@ class Resumable:
         length: number of samples.
         model: see `resumable_model`.
         hidden: width of the model "wide".
-        optimizer: "sgd", "momentum", "adam", "adamw", "adafactor", or "config" for that of job.toml.
+        optimizer: "sgd", "momentum", "adam", "adamw", "adafactor", "voting".
         implementation: "fused", "foreach" or "for-loop".
         scheduler: see `make_scheduler`.
         infinite: samples that make the loss infinite.
@@ -204,6 +224,8 @@ class Resumable:
                 optimizer = SGD(groups, lr=0.05, momentum=0.9, **options)
             case "adam":
                 optimizer = Adam(groups, lr=0.05, amsgrad=True, **options)
+            case "voting":
+                optimizer = Voting(groups)
             case "adafactor":
                 optimizer = Adafactor(groups, lr=0.05)
             case _:

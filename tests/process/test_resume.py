@@ -64,7 +64,10 @@ def test_killed_at_every_step_of_three_epochs(tmp_path: Path) -> None:
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "sgd with momentum, StepLR": {"params": {"optimizer": "momentum", "scheduler": "step"}},
+    "bf16, sgd with momentum, StepLR": {
+        "params": {"optimizer": "momentum", "scheduler": "step"},
+        "train_section": {"precision": "bf16"},
+    },
     "adam fused, cosine, averages": {
         "params": {"optimizer": "adam", "implementation": "fused", "scheduler": "cosine", "eval_length": 3},
         "model": {"ema_decay": 0.8},
@@ -81,15 +84,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "params": {"optimizer": "sgd", "scheduler": "lambda", "model": "dropout"},
         "data": {"num_workers": 2},
     },
-    "milestones": {"params": {"optimizer": "sgd", "scheduler": "multistep"}},
-    "adafactor": {"params": {"optimizer": "adafactor"}},
+    "an optimizer that counts in integers, milestones": {
+        "params": {"optimizer": "voting", "model": "linear", "scheduler": "multistep"},
+    },
     "fp16, growing and shrinking scale": {
         "params": {"infinite": [3], "implementation": "fused", "scheduler": "step"},
         "train_section": {"precision": "fp16"},
         "scaler": {"init_scale": 1024.0, "growth_interval": 3},
     },
-    "bf16": {"params": {"implementation": "fused"}, "train_section": {"precision": "bf16"}},
-    "the task's own state": {"params": {"own_state": "good"}},
+    "the task's own state, adafactor": {"params": {"own_state": "good", "optimizer": "adafactor"}},
     "extra state of a module": {"params": {"model": "extra_state"}},
     "complex and unsigned buffers": {"params": {"model": "complex64", "optimizer": "sgd"}},
 }
@@ -189,3 +192,10 @@ def test_a_dtype_that_cannot_be_kept_is_refused_with_the_tensors_name(tmp_path: 
     assert run.codes == [78], run.output
     assert "turn" in run.errors[0].what
     assert "complex128" in run.errors[0].what
+
+
+def test_a_schedule_that_needs_a_metric_is_refused_at_the_start(tmp_path: Path) -> None:
+    run = go(tmp_path, params={"scheduler": "plateau"}, expect_success=False)
+    assert run.codes == [78]
+    assert "ReduceLROnPlateau" in run.errors[0].what
+    assert run.metrics() == []

@@ -1,0 +1,263 @@
+"""What may change between two starts, what must not, and where a start takes its beginning from."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastictrain.cli.lineage import find_source
+from elastictrain.cli.state_dir import StartOptions
+from elastictrain.core.order import sample_list
+from elastictrain.errors import MissingInputError, SnapshotError, StateDirError
+from elastictrain.protocol import IDENTITY_FILE, JobIdentity
+from tests.process.helpers import Trained, train
+from tests.process.resume_helpers import go, kept, memory_of, nothing_left, samples, steps_in, store_of
+
+SGD = {"optimizer": "sgd", "model": "linear"}
+
+
+def read_since(run: Trained, world_size: int, before: list[int]) -> list[int]:
+    """The samples of a start's steps, over all ranks in window order, where each rank had one microbatch a step."""
+    by_rank = [run.recorded("microbatch", rank)[before[rank] :] for rank in range(world_size)]
+    return [index for lines in zip(*by_rank, strict=True) for line in lines for index in line["indices"]]
+
+
+def counts(run: Trained, world_size: int) -> list[int]:
+    return [len(run.recorded("microbatch", rank)) if rank < len(run.seen) else 0 for rank in range(world_size)]
+
+
+def test_two_ranks_then_four(tmp_path: Path) -> None:
+    """N = 96, global batch 24: after step 2 on two ranks, four ranks go on with order[48:72]."""
+    options: dict[str, Any] = {"params": {**SGD, "length": 96}}
+    first = go(tmp_path, 2, train_section={"global_batch_size": 24, "micro_batch_size": 12, "max_steps": 2}, **options)
+    order = [index for _, index in sample_list(0, 0, 96, 96, shuffle=True)]
+    assert read_since(first, 2, [0, 0]) == order[:48]
+    second = go(tmp_path, 4, train_section={"global_batch_size": 24, "micro_batch_size": 6, "max_steps": 3}, **options)
+    assert read_since(second, 4, [2, 2, 0, 0]) == order[48:72]
+    assert second.counters["sample_position"] == 72
+
+
+def test_two_ranks_have_seen_four_each_then_four_ranks_see_the_other_eight(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"params": {**SGD, "length": 16}}
+    first = go(tmp_path, 2, train_section={"global_batch_size": 8, "micro_batch_size": 4, "max_steps": 1}, **options)
+    before = counts(first, 4)
+    second = go(tmp_path, 4, train_section={"global_batch_size": 8, "micro_batch_size": 2, "max_steps": 2}, **options)
+    seen_first = [index for rank in range(2) for index in samples(first, rank)]
+    assert len(seen_first) == 8
+    assert sorted(read_since(second, 4, before)) == sorted(set(range(16)) - set(seen_first))
+
+
+def test_settings_that_may_change_between_starts(tmp_path: Path) -> None:
+    """Micro batch, accumulation, loader workers, ranks, limits: never which samples come next. The numbers differ by
+    rounding at most."""
+    section = {"global_batch_size": 4, "micro_batch_size": 4}
+    whole = go(tmp_path / "whole", params=SGD, train_section=section)
+    cut = tmp_path / "cut"
+    order = samples(whole)
+    seen: list[int] = []
+    run: Trained | None = None
+    for world_size, micro, workers, stop in [(1, 2, 0, 2), (2, 2, 1, 4), (1, 1, 2, 7), (1, 4, 0, 9)]:
+        before = counts(run, 2) if run is not None else [0, 0]
+        run = go(
+            cut,
+            world_size,
+            params=SGD,
+            train_section={"global_batch_size": 4, "micro_batch_size": micro},
+            data={"num_workers": workers},
+            overrides=[f"train.max_steps={stop}"],
+        )
+        seen += read_since(run, world_size, before)
+    assert seen == order
+    assert run is not None
+    assert run.losses == pytest.approx(whole.losses, rel=1e-5)
+
+
+def test_accumulation_steps_make_the_global_batch_once(tmp_path: Path) -> None:
+    accumulate = {"accumulation_steps": 2, "micro_batch_size": 2, "max_epochs": 3}
+
+    def start(world_size: int, limit: int) -> Trained:
+        (tmp_path / "shm").mkdir(exist_ok=True)
+        return train(
+            tmp_path,
+            "tests.process.resume_tasks:Resumable",
+            world_size=world_size,
+            params={**SGD, "length": 16},
+            train={**accumulate, "max_steps": limit},
+            checkpoint={"memory_path": str(tmp_path / "shm"), "every_steps": 1},
+        )
+
+    assert start(1, 2).counters["sample_position"] == 8
+    assert start(2, 4).counters["sample_position"] == 16, "windows of 4 still, not of 8"
+
+
+# ---- what must not change
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "says"),
+    [
+        ("seed", ["seed=7"], ["seed: the snapshot has 0, this run has 7"]),
+        ("dataset_length", ["params.length=12"], ["dataset_length: the snapshot has 11, this run has 12"]),
+        ("shuffle", ["data.shuffle=false"], ["shuffle: the snapshot has True, this run has False"]),
+        ("fingerprint", ["params.fingerprint=new"], ["fingerprint: the snapshot has old, this run has new"]),
+        ("model", ["params.hidden=9"], ["0.weight", "(8, 3)", "(9, 3)"]),
+        ("optimizer", ["params.optimizer=momentum"], ["the snapshot has AdamW", "this run has SGD"]),
+    ],
+)
+def test_a_change_that_would_be_another_training(
+    tmp_path: Path, name: str, overrides: list[str], says: list[str]
+) -> None:
+    params = {"model": "wide", "fingerprint": "old"}
+    go(tmp_path, params=params, overrides=["train.max_steps=2"])
+    before = kept(tmp_path)
+    refused = go(tmp_path, params=params, overrides=overrides, expect_success=False)
+    assert refused.codes == [78]
+    for text in says:
+        assert text in refused.errors[0].what
+    assert "--allow" in refused.errors[0].hint
+    assert kept(tmp_path) == before, "a refusal changes nothing"
+    allowed = StartOptions(allowed_differences=(name,))
+    run = go(tmp_path, params=params, overrides=[*overrides, "train.max_steps=4"], options=allowed)
+    assert run.counters["global_step"] == 4
+    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4], "it went on from step 2"
+
+
+def test_the_seed_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    go(tmp_path, 2, overrides=["train.max_steps=2"])
+    refused = go(tmp_path, 2, overrides=["seed=1"], expect_success=False)
+    assert refused.codes == [78, 78]
+    assert not any(report.secondary for report in refused.errors)
+
+
+def test_averages_that_are_switched_on_later_begin_with_the_weights(tmp_path: Path) -> None:
+    go(tmp_path, overrides=["train.max_steps=2"])
+    run = go(tmp_path, overrides=["model.ema_decay=0.5"])
+    assert run.counters["global_step"] == 9
+    assert "ema.safetensors" in kept(tmp_path)
+
+
+# ---- where it begins
+
+
+def test_fresh_begins_anew_and_leaves_the_old_alone(tmp_path: Path) -> None:
+    whole = go(tmp_path, checkpoint={"keep_last": 1})
+    old = store_of(tmp_path).snapshots()[0].name
+    killed = go(tmp_path, overrides=["params.kill_after=3"], options=StartOptions(fresh=True), expect_success=False)
+    assert killed.codes == [-9]
+    run = go(tmp_path, checkpoint={"keep_last": 1})
+    assert run.events("restored")[0]["global_step"] <= 3, "the newer snapshots are of another run"
+    names = [s.name for s in store_of(tmp_path).snapshots()]
+    assert old in names
+    assert len({s.run_id for s in store_of(tmp_path).snapshots()}) == 2
+    assert run.metrics("summary")[-1]["last_loss"] == whole.metrics("summary")[-1]["last_loss"]
+
+
+def test_a_machine_that_has_never_seen_the_job_adopts_it_from_its_store(tmp_path: Path) -> None:
+    whole = go(tmp_path / "whole")
+    there = {"checkpoint": {"url": str(tmp_path / "store")}}
+    go(tmp_path / "one", overrides=["params.stop_after=4"], **there)
+    run = go(tmp_path / "two", **there)
+    assert run.events("restored")[0]["global_step"] == 4
+    assert run.losses == whole.losses[4:]
+    assert JobIdentity.read(tmp_path / "two" / "state").run_id == JobIdentity.read(tmp_path / "one" / "state").run_id  # type: ignore[union-attr]
+
+
+def test_a_store_of_which_nothing_can_be_read_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    there = {"checkpoint": {"url": str(tmp_path / "store")}}
+    go(tmp_path / "one", overrides=["train.max_steps=2"], **there)
+    for manifest in (tmp_path / "store").glob("step-*/manifest.json"):
+        manifest.write_bytes(manifest.read_bytes()[:100])
+    with pytest.raises(SnapshotError, match="none of their manifests"):
+        go(tmp_path / "two", **there)
+    run = go(tmp_path / "two", options=StartOptions(fresh=True), overrides=["train.max_steps=1"], **there)
+    assert run.counters["global_step"] == 1
+
+
+def test_incomplete_state_directories(tmp_path: Path) -> None:
+    """Without job.json the job is found again by its snapshots; empty run folders are nothing; a torn job.json is an
+    error and not a new job."""
+    losses = go(tmp_path, overrides=["train.max_steps=3"]).losses
+    state = tmp_path / "state"
+    identity = (state / IDENTITY_FILE).read_text()
+    (state / IDENTITY_FILE).unlink()
+    (state / "runs" / "0002").mkdir()
+    (state / "runs" / "not-a-number").mkdir()
+    run = go(tmp_path, overrides=["train.max_steps=4"])
+    assert run.events("restored")[0]["global_step"] == 3
+    assert run.metrics()[-1]["incarnation"] == 3
+    assert run.losses[:3] == losses
+    for torn in (identity[:20], "{}", "[]"):
+        (state / IDENTITY_FILE).write_text(torn)
+        with pytest.raises(StateDirError, match=r"job\.json cannot be read"):
+            go(tmp_path)
+    (state / IDENTITY_FILE).write_text(identity)
+    shutil.rmtree(state / "runs")
+    run = go(tmp_path, overrides=["train.max_steps=5"])
+    assert run.events("restored")[0]["global_step"] == 4
+
+
+def test_another_run_continued(tmp_path: Path) -> None:
+    """The child begins with the parent's snapshot; the parent keeps it for as long as the child has none of its own."""
+    parent, child = tmp_path / "parent", tmp_path / "child"
+    whole = go(tmp_path / "whole")
+    for limit in (3, 4):
+        go(parent, overrides=[f"train.max_steps={limit}"], checkpoint={"keep_last": 3})
+    source = find_source(f"{parent / 'state'}@3", {})
+    killed = go(
+        child,
+        overrides=["params.kill_after=1", "checkpoint.every_steps=100"],
+        options=StartOptions(source=source),
+        expect_success=False,
+    )
+    assert killed.codes == [-9], killed.output
+    assert store_of(parent).pins().keys() == {(source.run_id, 3)}
+    go(parent, overrides=["train.max_steps=8"], checkpoint={"keep_last": 1})
+    assert steps_in(store_of(parent)) == [8, 3], "retention would have taken step 3"
+    run = go(child)  # no --from any more: it is known
+    assert run.events("restored")[0]["global_step"] == 3
+    assert run.losses == whole.losses[3:]
+    assert kept(child) == kept(tmp_path / "whole")
+    assert store_of(parent).pins() == {}, "the child stands on its own feet"
+    go(parent, checkpoint={"keep_last": 1})
+    assert steps_in(store_of(parent)) == [9]
+    assert nothing_left(child)
+    again = go(child)
+    assert again.counters["global_step"] == 9, "the source is gone, and not needed"
+
+
+def test_a_source_that_is_not_there(tmp_path: Path) -> None:
+    go(tmp_path, overrides=["train.max_steps=2"])
+    with pytest.raises(MissingInputError, match="there is no snapshot of step 7"):
+        find_source(f"{tmp_path / 'state'}@7", {})
+    with pytest.raises(MissingInputError, match="there are no snapshots"):
+        find_source(str(tmp_path / "elsewhere"), {})
+    source = find_source(str(tmp_path / "state" / "snapshots"), {})
+    assert source.global_step == 2
+    shutil.rmtree(tmp_path / "state" / "snapshots")
+    run = go(tmp_path / "child", options=StartOptions(source=source), expect_success=False)
+    assert run.codes == [65]
+    assert "the snapshot of step 2 to begin with is not in" in run.errors[0].what
+
+
+def test_a_parents_store_that_is_gone_at_the_end_fails_nobody(tmp_path: Path) -> None:
+    """The pin that cannot be taken back is not worth a finished run."""
+    parent, child = tmp_path / "parent", tmp_path / "child"
+    go(parent, overrides=["train.max_steps=2"])
+    source = find_source(str(parent / "state"), {})
+    go(child, options=StartOptions(source=source), overrides=["params.kill_after=3"], expect_success=False)
+    shutil.rmtree(parent / "state" / "snapshots")
+    (parent / "state" / "snapshots").write_text("no folder any more")
+    run = go(child)
+    assert run.outcome is not None
+    assert run.outcome["complete"]
+
+
+def test_a_memory_tier_of_another_job_is_not_ours(tmp_path: Path) -> None:
+    go(tmp_path / "one", overrides=["params.kill_after=3"], expect_success=False)
+    assert memory_of(tmp_path / "one").snapshots()
+    run = go(tmp_path / "two", overrides=["train.max_steps=1", f'checkpoint.memory_path="{tmp_path / "one" / "shm"}"'])
+    assert run.events("restored") == []
+    assert memory_of(tmp_path / "one").snapshots(), "and it is left alone"

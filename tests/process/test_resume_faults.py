@@ -1,0 +1,514 @@
+"""Kills in the write path, damage in either tier, storage that fails, and signals: what is left can be gone on with."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from elastictrain.checkpoint.faults import ENV_FAULT, POINTS
+from elastictrain.checkpoint.memory_tier import MemoryTier, verify_memory
+from elastictrain.checkpoint.store import open_store
+from elastictrain.cli.state_dir import StartOptions
+from tests.process.helpers import Trained, wait_until
+from tests.process.resume_helpers import (
+    KILLED,
+    assert_same_future,
+    go,
+    kept,
+    memory_of,
+    nothing_left,
+    steps_in,
+    store_of,
+    trace,
+)
+
+MEMORY_POINTS = [point for point in POINTS if point.startswith("memory.")]
+EVERYTHING: dict[str, Any] = {
+    "params": {"model": "mixed", "scheduler": "step", "own_state": "good", "implementation": "fused"},
+    "model": {"ema_decay": 0.7},
+}
+
+
+# ---- kills
+
+
+def assert_sound(folder: Path) -> None:
+    """Whatever looks complete, is."""
+    tier, store = memory_of(folder), store_of(folder)
+    assert tier.damaged() == []
+    for snapshot in tier.snapshots():
+        assert verify_memory(snapshot) == []
+    for stored in store.snapshots():
+        assert store.verify(stored.name) == []
+
+
+def sweep(folder: Path, whole: Trained, kills: list[dict[str, str]], num_steps: int) -> None:
+    """Kills a rank in one start after another, each at another place; then lets it end."""
+    newest = 0
+    for fault in kills:
+        run = go(folder / "cut", **EVERYTHING, train_section={"max_steps": num_steps}, environment=fault, **BARE)
+        if run.codes == [0]:
+            pytest.fail(f"the run was over before {fault}")
+        assert run.codes == [KILLED], (fault, run.output)
+        assert run.events("snapshot_passed_over") == []
+        assert_sound(folder / "cut")
+        restored = [event["global_step"] for event in run.events("restored")] or [0]
+        assert restored[0] >= newest, f"{fault}: a snapshot was lost"
+        newest = restored[0]
+    run = go(folder / "cut", **EVERYTHING, train_section={"max_steps": num_steps})
+    assert trace(run) == trace(whole)
+    assert kept(folder / "cut") == kept(folder / "whole")
+    assert nothing_left(folder / "cut")
+
+
+BARE: dict[str, Any] = {"expect_success": False}
+
+
+def test_killed_at_every_point_of_the_write_path(tmp_path: Path) -> None:
+    """Each start is killed in its first or third snapshot: 16 kills."""
+    kills = [{ENV_FAULT: f"{point}:{number}:kill"} for point in MEMORY_POINTS for number in (1, 3)]
+    random.Random(5).shuffle(kills)
+    whole = go(tmp_path / "whole", **EVERYTHING, train_section={"max_steps": 60})
+    sweep(tmp_path, whole, kills, 60)
+
+
+@pytest.mark.long
+def test_killed_at_every_point_many_times(tmp_path: Path) -> None:
+    kills = [{ENV_FAULT: f"{point}:{number}:kill"} for point in MEMORY_POINTS for number in range(1, 8)]
+    random.Random(6).shuffle(kills)
+    whole = go(tmp_path / "whole", **EVERYTHING, train_section={"max_steps": 300})
+    sweep(tmp_path, whole, kills, 300)
+
+
+def kill_at_random_times(folder: Path, num_kills: int, world_size: int, num_steps: int, seed: int) -> None:
+    """Kills all ranks, or one of them, when a number of steps drawn by chance have been done, and a moment later."""
+    draw = random.Random(seed)
+    options = {**EVERYTHING, "train_section": {"max_steps": num_steps}}
+    if world_size > 1:  # the task's own state is that of rank zero: it must not hang on the rank
+        options["params"] = {**EVERYTHING["params"], "own_state": ""}
+    whole = go(folder / "whole", world_size, **options)
+
+    def kill(ranks: list[Any]) -> None:
+        metrics, wanted = folder / "cut" / "state" / "metrics.jsonl", draw.randrange(1, 6)
+        start = metrics.stat().st_size if metrics.exists() else 0
+
+        def far_enough() -> bool:
+            if not metrics.exists() or metrics.stat().st_size <= start:
+                return any(rank.exitcode is not None for rank in ranks)
+            with metrics.open() as file:
+                file.seek(start)
+                return file.read().count('"kind": "step"') >= wanted
+
+        wait_until(far_enough)
+        for _ in range(draw.randrange(20_000)):  # a random moment, without sleeping
+            pass
+        for rank in ranks if draw.random() < 0.5 else [draw.choice(ranks)]:
+            rank.kill()
+
+    done = 0
+    while done < num_kills:
+        run = go(folder / "cut", world_size, **options, expect_success=False, while_running=kill)
+        assert_sound(folder / "cut")
+        assert run.events("snapshot_passed_over") == []
+        if run.codes == [0] * world_size:
+            break
+        done += 1
+    assert done >= num_kills, f"the run was over after {done} kills: make it longer"
+    run = go(folder / "cut", world_size, **options)
+    assert trace(run) == trace(whole)
+    assert kept(folder / "cut") == kept(folder / "whole")
+    assert nothing_left(folder / "cut")
+
+
+@pytest.mark.parametrize(("world_size", "num_kills"), [(1, 4), (2, 2)])
+def test_killed_at_random_times(tmp_path: Path, world_size: int, num_kills: int) -> None:
+    kill_at_random_times(tmp_path, num_kills, world_size, 120, seed=world_size)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("world_size", "num_kills"), [(1, 50), (2, 40)])
+def test_killed_at_random_times_often(tmp_path: Path, world_size: int, num_kills: int) -> None:
+    kill_at_random_times(tmp_path, num_kills, world_size, 1500, seed=10 + world_size)
+
+
+# ---- damage
+
+FIFTH = {ENV_FAULT: "memory.begin:5:kill"}
+"""Kills the rank when the snapshots of steps 3 and 4 are complete in the memory tier."""
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trained, Path]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return go(folder), folder
+
+
+@pytest.fixture(scope="module")
+def four_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job with durable snapshots of steps 3 and 4, to be copied."""
+    folder = tmp_path_factory.mktemp("four")
+    for stop in (3, 4):
+        go(folder, overrides=[f"train.max_steps={stop}"])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("damage", "file"),
+    [
+        (flip, "model.safetensors"),
+        (cut_off, "optimizer.safetensors"),
+        (Path.unlink, "trainer.json"),
+        (flip, "manifest.json"),
+        (cut_off, "manifest.json"),
+        (Path.unlink, "manifest.json"),
+        *(
+            pytest.param(damage, file, marks=pytest.mark.long)
+            for damage, file in [
+                (cut_off, "model.safetensors"),
+                (Path.unlink, "model.safetensors"),
+                (flip, "optimizer.safetensors"),
+                (Path.unlink, "optimizer.safetensors"),
+                (flip, "trainer.json"),
+                (cut_off, "trainer.json"),
+            ]
+        ),
+    ],
+)
+def test_damage_in_the_durable_tier(
+    tmp_path: Path, four_steps: Path, undisturbed: tuple[Trained, Path], damage: Any, file: str
+) -> None:
+    """The newest is damaged: the one before is used, and the warning names file and reason."""
+    shutil.copytree(four_steps, tmp_path, dirs_exist_ok=True)
+    newest = next((tmp_path / "state" / "snapshots").glob("step-000000000004-*"))
+    damage(newest / file)
+    run = go(tmp_path)
+    assert run.events("restored")[0]["global_step"] == 3
+    passed_over = run.events("snapshot_passed_over")
+    if (damage, file) == (Path.unlink, "manifest.json"):
+        assert passed_over == [], "without a manifest there is no snapshot"
+    else:
+        assert [event["where"] for event in passed_over] == [str(newest)]
+        assert file in passed_over[0]["reason"]
+        assert passed_over[0]["level"] == "warning"
+    assert_same_future(run, tmp_path, *undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("damage", "file", "both"),
+    [
+        (flip, "model.safetensors", False),
+        (cut_off, "trainer.json", True),
+        (flip, "manifest.json", True),
+        (cut_off, "manifest.json", False),
+        *(
+            pytest.param(damage, file, both, marks=pytest.mark.long)
+            for damage, file, both in [
+                (flip, "model.safetensors", True),
+                (cut_off, "model.safetensors", False),
+                (flip, "trainer.json", False),
+                (flip, "manifest.json", False),
+                (cut_off, "manifest.json", True),
+            ]
+        ),
+    ],
+)
+def test_damage_in_the_memory_tier(
+    tmp_path: Path, undisturbed: tuple[Trained, Path], damage: Any, file: str, both: bool
+) -> None:
+    """The newest in memory is damaged: the one before it is used; if both are, the older durable one."""
+    run = go(tmp_path, environment=FIFTH, expect_success=False)
+    assert run.codes == [KILLED]
+    tier = memory_of(tmp_path)
+    found = tier.snapshots()
+    assert len(found) == 2
+    (tmp_path / "state" / "snapshots").mkdir(exist_ok=True)
+    wait_for_persister(tmp_path)
+    for stored in store_of(tmp_path).snapshots()[:-1]:
+        store_of(tmp_path).delete(stored.name)
+    durable = steps_in(store_of(tmp_path))[0]
+    for snapshot in found if both else found[:1]:
+        damage(snapshot.path / file)
+    run = go(tmp_path)
+    expected = durable if both else max(durable, found[1].global_step)
+    assert run.events("restored")[0]["global_step"] == expected
+    where = {event["where"] for event in run.events("snapshot_passed_over")}
+    assert str(found[0].path) in where
+    assert all(file in event["reason"] for event in run.events("snapshot_passed_over"))
+    assert_same_future(run, tmp_path, *undisturbed)
+
+
+def wait_for_persister(folder: Path) -> None:
+    """Until the persister of a rank that was killed is done: it goes on alone."""
+
+    def is_idle() -> bool:
+        import fcntl
+
+        path = folder / "state" / "persister.lock"
+        if not path.exists() or not steps_in(store_of(folder)):
+            return False
+        with path.open("r+") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+    wait_until(is_idle)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "manifest.json"])
+def test_if_all_are_damaged_it_is_an_error_and_never_a_fresh_start(tmp_path: Path, file: str) -> None:
+    go(tmp_path, environment=FIFTH, expect_success=False)
+    wait_for_persister(tmp_path)
+    paths = [s.path for s in memory_of(tmp_path).snapshots()]
+    paths += [tmp_path / "state" / "snapshots" / s.name for s in store_of(tmp_path).snapshots()]
+    assert len(paths) >= 3
+    for path in paths:
+        cut_off(path / file)
+    run = go(tmp_path, expect_success=False)
+    assert run.codes == [65], run.output
+    assert f"there are {len(paths)} snapshot(s) of this run, but none of them can be read" in run.errors[0].what
+    assert "--fresh" in run.errors[0].hint
+    assert {event["where"] for event in run.events("snapshot_passed_over")} == set(map(str, paths))
+    fresh = go(tmp_path, overrides=["train.max_steps=1"], options=StartOptions(fresh=True))
+    assert fresh.events("restored") == []
+    assert fresh.counters["global_step"] == 1
+
+
+def test_only_the_memory_tier_was_there_and_its_manifests_are_damaged(tmp_path: Path) -> None:
+    """Nothing is durable, and no list of snapshots has an entry: still no fresh start."""
+    go(tmp_path, environment=FIFTH, overrides=['checkpoint.url="memory://nowhere"'], expect_success=False)
+    tier = memory_of(tmp_path)
+    for snapshot in tier.snapshots():
+        cut_off(snapshot.path / "manifest.json")
+    assert tier.snapshots() == []
+    run = go(tmp_path, overrides=['checkpoint.url="memory://nowhere"'], expect_success=False)
+    assert run.codes == [65]
+    assert "none of them can be read" in run.errors[0].what
+
+
+def test_the_newer_tier_wins(tmp_path: Path, undisturbed: tuple[Trained, Path]) -> None:
+    """First the memory tier is newer than the durable one; then its slots are set back behind it."""
+    run = go(tmp_path, environment=FIFTH, expect_success=False)
+    wait_for_persister(tmp_path)
+    in_memory = memory_of(tmp_path).snapshots()[0].global_step
+    for stored in store_of(tmp_path).snapshots():
+        if stored.global_step >= in_memory:
+            store_of(tmp_path).delete(stored.name)
+    old = tmp_path / "old"
+    run = go(tmp_path, overrides=["params.kill_after=1"], expect_success=False)
+    assert (run.events("restored")[0]["from_tier"], run.events("restored")[0]["global_step"]) == ("memory", in_memory)
+    wait_for_persister(tmp_path)
+    subprocess.run(["cp", "-a", tmp_path / "shm", old], check=True)
+    go(tmp_path, overrides=["train.max_steps=7"])
+    assert nothing_left(tmp_path)
+    subprocess.run(["rm", "-r", tmp_path / "shm"], check=True)
+    old.rename(tmp_path / "shm")
+    run = go(tmp_path)
+    assert (run.events("restored")[0]["from_tier"], run.events("restored")[0]["global_step"]) == ("durable", 7)
+    assert_same_future(run, tmp_path, *undisturbed)
+    assert nothing_left(tmp_path)
+
+
+# ---- signals
+
+
+def test_sigterm_to_one_of_two_ranks(tmp_path: Path) -> None:
+    """Both finish the same step; the snapshot is durable; the loader processes have gone on until then."""
+    run = go(tmp_path, 2, overrides=["params.stop_after=2", "params.on_ranks=[1]"], data={"num_workers": 2})
+    assert run.outcome is not None
+    step = run.counters["global_step"]
+    assert 2 <= step <= 4
+    assert not run.outcome["complete"]
+    assert run.outcome["reason"] == f"preempted (asked to stop), snapshot of step {step} durable"
+    assert run.metrics("summary")[-1]["snapshot"] == {"step": step, "durable": True}
+    assert run.metrics("summary")[-1]["reason"] == run.outcome["reason"]
+    assert steps_in(store_of(tmp_path))[0] == step
+    assert nothing_left(tmp_path)
+
+
+def test_sigterm_to_everybody_with_loader_processes(tmp_path: Path, undisturbed: tuple[Trained, Path]) -> None:
+    """As an init system does it: to the whole group, loaders included, which leave it to their rank."""
+    loaders: list[psutil.Process] = []
+
+    def stop(ranks: list[Any]) -> None:
+        family = psutil.Process(ranks[0].pid)
+        wait_until((tmp_path / "state" / "metrics.jsonl").exists)
+        loaders.extend(child for child in family.children() if "persister" not in " ".join(child.cmdline()))
+        for process in [*loaders, family]:
+            process.send_signal(signal.SIGTERM)
+
+    run = go(
+        tmp_path,
+        data={"num_workers": 2},
+        params={"length": 1000},
+        train_section={"max_steps": 100_000},
+        while_running=stop,
+    )
+    assert len(loaders) == 2
+    assert run.outcome is not None
+    assert run.outcome["reason"].startswith("preempted (SIGTERM), snapshot of step")
+    assert not any(loader.is_running() for loader in loaders)
+
+
+STALLED = {
+    "url": "faulty://store",
+    "storage_options": {"target": "file", "faults": {"write:1": "stall"}},
+    "storage_timeout_s": 2.0,
+}
+
+
+def stalled(folder: Path, **settings: Any) -> dict[str, Any]:
+    """A store that hangs at the first write."""
+    return {**STALLED, "url": f"faulty:/{folder}/store", **settings}
+
+
+@pytest.mark.parametrize("how", ["second signal", "deadline"])
+def test_a_store_that_stalls_at_the_end(tmp_path: Path, undisturbed: tuple[Trained, Path], how: str) -> None:
+    """What is not durable by then is in the memory tier, and the event says where."""
+    settings = stalled(tmp_path, preempt_deadline_s=0.5 if how == "deadline" else 600.0)
+    stops = 1 if how == "deadline" else 2
+    run = go(tmp_path, overrides=["params.stop_after=3", f"params.stops={stops}"], checkpoint=settings)
+    assert run.outcome is not None
+    assert run.outcome["reason"] == "preempted (SIGTERM), snapshot of step 3 in the memory tier only"
+    event = run.events("snapshot_not_durable")[0]
+    assert event["at_step"] == 3
+    assert event["kept_in"].startswith(str(tmp_path / "shm"))
+    assert memory_of(tmp_path).snapshots()[0].global_step == 3
+    run = go(tmp_path)  # to a store that works
+    assert (run.events("restored")[0]["from_tier"], run.events("restored")[0]["global_step"]) == ("memory", 3)
+    assert_same_future(run, tmp_path, *undisturbed)
+
+
+def test_a_signal_while_a_finished_run_waits_for_its_store(tmp_path: Path) -> None:
+    """A run that is complete waits for ever; once it is asked to stop, until the deadline."""
+
+    def stop(ranks: list[Any]) -> None:
+        wait_until(lambda: memory_of(tmp_path).snapshots() and memory_of(tmp_path).snapshots()[0].global_step == 9)
+        os.kill(ranks[0].pid, signal.SIGTERM)
+
+    run = go(tmp_path, checkpoint=stalled(tmp_path, preempt_deadline_s=0.3), while_running=stop)
+    assert run.outcome is not None
+    assert "snapshot of step 9 in the memory tier only" in run.outcome["reason"]
+
+
+def test_nothing_runs_on_after_a_completed_job(tmp_path: Path) -> None:
+    run = go(tmp_path, data={"num_workers": 2})
+    assert run.codes == [0]
+
+    def left() -> list[int]:
+        found = []
+        for process in psutil.process_iter(["environ"]):
+            environment = process.info["environ"] or {}
+            if str(tmp_path) in environment.get("ELASTICTRAIN_RUN_DIR", ""):
+                found.append(process.pid)
+        return found
+
+    wait_until(lambda: not left())
+    assert nothing_left(tmp_path)
+    assert list((tmp_path / "state" / "scratch").iterdir()) == []
+    assert not (tmp_path / "state" / "staging").exists()
+
+
+# ---- no room
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", place]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_store_without_room_costs_nothing_but_time(tmp_path: Path, small_tmpfs: Path) -> None:
+    """Training goes on, with warnings; once there is room, the snapshot becomes durable."""
+    whole = go(tmp_path / "whole")
+    filler = small_tmpfs / "filler"
+    filler.write_bytes(b"x" * ((2 << 20) - 8192))
+
+    def make_room(ranks: list[Any]) -> None:
+        output = tmp_path / "job" / "state" / "runs" / "0001" / "output-0.txt"
+        wait_until(lambda: output.exists() and '"persister_retrying"' in output.read_text())
+        wait_until(lambda: (m := memory_of(tmp_path / "job").snapshots()) and m[0].global_step == 9)
+        filler.unlink()
+
+    job = tmp_path / "job"
+    run = go(job, checkpoint={"url": str(small_tmpfs / "store")}, while_running=make_room)
+    assert run.events("persister_retrying")[0]["level"] == "warning"
+    assert "No space left" in run.events("persister_retrying")[0]["error"]
+    assert trace(run) == trace(whole)
+    assert kept(job, open_store(small_tmpfs / "store")) == kept(tmp_path / "whole")
+    assert nothing_left(job)
+
+
+@pytest.mark.parametrize("why", ["tmpfs", "budget"])
+def test_a_memory_tier_without_room_is_replaced_by_the_state_directory(
+    tmp_path: Path, small_tmpfs: Path, why: str
+) -> None:
+    """A model of 800 kB with its moments does not fit twice."""
+    options: dict[str, Any] = {"params": {"model": "wide", "hidden": 70_000}, "train_section": {"max_steps": 3}}
+    place = {"memory_path": str(small_tmpfs)} if why == "tmpfs" else {"memory_budget_mb": 1}
+    run = go(tmp_path, **options, checkpoint=place)
+    event = run.events("memory_tier_given_up")
+    assert len(event) == 1, "said once"
+    assert event[0]["instead"] == str(tmp_path / "state" / "staging")
+    assert steps_in(store_of(tmp_path))[0] == 3
+    assert not (tmp_path / "state" / "staging").exists(), "given back at the end"
+    killed = go(tmp_path, **options, checkpoint=place, overrides=["train.max_steps=9", "params.kill_after=3"], **BARE)
+    assert killed.codes == [KILLED]
+    staged = MemoryTier.staging(tmp_path / "state").snapshots()
+    assert staged[0].global_step >= 4
+    run = go(tmp_path, **options, checkpoint=place, overrides=["train.max_steps=9"])
+    assert run.events("restored")[0]["global_step"] >= staged[0].global_step
+
+
+def test_without_a_memory_tier(tmp_path: Path, undisturbed: tuple[Trained, Path]) -> None:
+    off = {"memory_tier": False}
+    go(tmp_path, checkpoint=off, overrides=["params.kill_after=4"], expect_success=False)
+    assert nothing_left(tmp_path)
+    run = go(tmp_path, checkpoint=off)
+    assert_same_future(run, tmp_path, *undisturbed)
+    assert not (tmp_path / "state" / "staging").exists()
+
+
+# ---- secrets
+
+
+def test_credentials_are_nowhere_but_in_the_spec(tmp_path: Path) -> None:
+    """Neither in a file of the state directory, a snapshot, the memory tier, nor in what is printed: also not when
+    the store's client says them in an error."""
+    secret = "hunter2-very-secret"
+    options = {"target": "file", "secret": secret, "faults": {"put:1": "fail"}}
+    run = go(tmp_path, checkpoint={"url": f"faulty:/{tmp_path}/store", "storage_options": options})
+    assert secret not in "\n".join(run.output)
+    found = [
+        path
+        for path in tmp_path.rglob("*")
+        if path.is_file() and not path.is_symlink() and secret in path.read_bytes().decode(errors="replace")
+    ]
+    spec = tmp_path / "state" / "runs" / "0001" / "spec.json"
+    assert set(found) == {spec, tmp_path / "job.toml"}
+    assert spec.stat().st_mode & 0o777 == 0o600
