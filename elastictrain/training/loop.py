@@ -89,12 +89,16 @@ class Loop:
 
     def _run(self) -> None:
         session, plan = self._session, self._feed.plan
+        if session.phase is Phase.INIT:
+            session.enter(Phase.READY)
         while not self._complete and (step := session.begin_step(plan)) is not None:
             epochs_before = plan.epochs_done(session.sample_position)
             self._step(step)
             number = session.global_step
-            if self._snapshotter is not None and self._snapshotter.due(number):
-                self._snapshot()
+            if self._snapshotter is not None:
+                asked = session.take_snapshot_request() and self._snapshotter.last_step != number
+                if asked or self._snapshotter.due(number):
+                    self._snapshot()
             if self._reporter.due(number):
                 self._reporter.report()
             if self._evaluation.due(number, epochs_before, plan.epochs_done(session.sample_position)):
