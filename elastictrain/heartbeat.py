@@ -5,7 +5,7 @@
 | offset | what | written |
 |---|---|---|
 | 0 | magic, version, rank, local rank, incarnation, pid, thread id of the main thread, start | once |
-| 64 | serial, step, microbatch, phase, since when, last movement, first step, applied, skipped, serial | at every move |
+| 64 | serial, step, microbatch, phase, since, last move, first step, applied, skipped, longest step, serial | at moves |
 | 160 | tick: count, when, resident bytes, device bytes | by a thread, every `TICK_INTERVAL_S` |
 | 208 | loss of the last reported step | when it is known |
 
@@ -39,13 +39,15 @@ SIZE_BYTES = 256
 VERSION = 1
 TICK_INTERVAL_S = 0.25
 READ_TRIES = 8
+DECAY_SHIFT = 6
+"""The longest step fades by a 64th with every step, so that one slow step is not remembered for ever."""
 
 _MAGIC = b"etHB"
 _FIXED = struct.Struct("<4sIiiqqQq")
-_MOVING = struct.Struct("<Qqqqqqqqq")
+_MOVING = struct.Struct("<Qqqqqqqqqq")
 _MOVING_AT = 64
 _END_AT = _MOVING_AT + _MOVING.size
-_MOVING_AND_END = struct.Struct("<QqqqqqqqqQ")
+_MOVING_AND_END = struct.Struct("<QqqqqqqqqqQ")
 _TICK = struct.Struct("<qqqq")
 _TICK_AT = 160
 _LOSS = struct.Struct("<d")
@@ -74,6 +76,8 @@ class Heartbeat:
         first_step: the step this process began with; -1 before its first step.
         applied: updates applied.
         skipped: updates left out.
+        longest_step_ns: of the last steps of this process, its first left out; 0 before its second. Evaluation and
+            snapshots between steps do not count.
         tick: counts while Python code can run.
         tick_ns: when it last did.
         memory_bytes: resident memory.
@@ -95,6 +99,7 @@ class Heartbeat:
     first_step: int
     applied: int
     skipped: int
+    longest_step_ns: int
     tick: int
     tick_ns: int
     memory_bytes: int
@@ -135,7 +140,7 @@ class HeartbeatWriter:
         record = bytearray(SIZE_BYTES)
         main = threading.main_thread().ident or 0
         _FIXED.pack_into(record, 0, _MAGIC, VERSION, rank, local_rank, incarnation, os.getpid(), main, now_ns)
-        _MOVING_AND_END.pack_into(record, _MOVING_AT, 1, 0, 0, Phase.INIT, now_ns, now_ns, -1, 0, 0, 1)
+        _MOVING_AND_END.pack_into(record, _MOVING_AT, 1, 0, 0, Phase.INIT, now_ns, now_ns, -1, 0, 0, 0, 1)
         _TICK.pack_into(record, _TICK_AT, 0, now_ns, _resident_bytes(), 0)
         _LOSS.pack_into(record, _LOSS_AT, float("nan"))
         path = heartbeat_path(run_dir, rank)
@@ -151,7 +156,8 @@ class HeartbeatWriter:
         self._phase = int(Phase.INIT)
         self._phase_since_ns = now_ns
         self._first_step = -1
-        self._counts = (0, 0)
+        self._step_began_ns = now_ns
+        self._counts = (0, 0, 0)
         self._closing = threading.Event()
         self.device_bytes = 0
         """Shown with the next tick."""
@@ -161,14 +167,20 @@ class HeartbeatWriter:
     def enter(self, phase: Phase, step: int, microbatch: int, applied: int = 0, skipped: int = 0) -> None:
         """Says that the rank is in `phase` from now on."""
         now_ns = time.monotonic_ns()
+        longest_ns = self._counts[2]
+        if phase is Phase.READY:
+            # The first step holds compilation, allocation and connecting: it tells nothing about the others.
+            if self._first_step >= 0 and step > max(self._step, self._first_step + 1):
+                longest_ns = max(now_ns - self._step_began_ns, longest_ns - (longest_ns >> DECAY_SHIFT))
+            self._step_began_ns = now_ns
         self._serial = serial = self._serial + 1
         self._step = step
         self._phase = int(phase)
         self._phase_since_ns = now_ns
-        self._counts = (applied, skipped)
+        self._counts = (applied, skipped, longest_ns)
         _MOVING_AND_END.pack_into(
             self._map, _MOVING_AT,
-            serial, step, microbatch, phase, now_ns, now_ns, self._first_step, applied, skipped, serial,
+            serial, step, microbatch, phase, now_ns, now_ns, self._first_step, applied, skipped, longest_ns, serial,
         )  # fmt: skip
 
     def beat(self, microbatch: int = 0) -> None:
@@ -268,11 +280,11 @@ class HeartbeatReader:
         if self.last is None:
             self._fixed = _FIXED.unpack_from(record, 0)
         _, _, rank, local_rank, incarnation, pid, main_thread, started_ns = self._fixed
-        _, step, microbatch, phase, since_ns, moved_ns, first_step, applied, skipped = moving
+        _, step, microbatch, phase, since_ns, moved_ns, first_step, applied, skipped, longest_ns = moving
         (loss,) = _LOSS.unpack_from(record, _LOSS_AT)
         self.last = Heartbeat(
             rank, local_rank, incarnation, pid, main_thread, started_ns, step, microbatch, _PHASES[phase], since_ns,
-            moved_ns, first_step, applied, skipped, tick, tick_ns, memory_bytes, device_bytes, loss,
+            moved_ns, first_step, applied, skipped, longest_ns, tick, tick_ns, memory_bytes, device_bytes, loss,
         )  # fmt: skip
         return self.last
 

@@ -15,9 +15,8 @@ all of them look stuck. The culprit is told from its victims by where it stands:
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from elastictrain.core.phases import Phase
@@ -44,6 +43,7 @@ class RankSeen:
         tick_s: when its Python code last ran.
         step: windows consumed.
         steps_done: steps that this process has committed.
+        longest_step_s: of the last steps, as the rank measured it; 0 before it knows.
         process: as the operating system sees it.
         in_collective: whether its stack is inside a collective; None if nobody has looked.
     """
@@ -54,6 +54,7 @@ class RankSeen:
     tick_s: float
     step: int = 0
     steps_done: int = 0
+    longest_step_s: float = 0.0
     process: ProcessState = ProcessState.RUNNING
     in_collective: bool | None = None
 
@@ -86,38 +87,20 @@ class Limits:
 LEARNT_FACTOR = 10.0
 """A phase may take this many times the longest step seen lately. Steps vary by small factors; one that takes ten times
 the longest is either stuck or so slow that its reason is worth a look."""
-NUM_STEPS_REMEMBERED = 64
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """Learns how long a step takes, from looking at the ranks now and then."""
+    """Learns how long a step takes. What a worker group has taught holds for the next one, until that knows better."""
 
-    _seen: dict[int, tuple[int, float]] = field(default_factory=dict)
-    _times_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_STEPS_REMEMBERED))
+    longest_s: float | None = None
+    """The longest of the last steps; None before any."""
 
-    def observe(self, ranks: Sequence[RankSeen], now_s: float) -> None:
-        """Takes note of how far the ranks are."""
-        for seen in ranks:
-            # The first step holds compilation, allocation and connecting: it tells nothing about the others.
-            if seen.steps_done < 1:
-                self._seen.pop(seen.rank, None)
-                continue
-            before = self._seen.get(seen.rank)
-            if before is None or seen.step < before[0]:
-                self._seen[seen.rank] = (seen.step, now_s)
-            elif seen.step > before[0]:
-                self._times_s.append((now_s - before[1]) / (seen.step - before[0]))
-                self._seen[seen.rank] = (seen.step, now_s)
-
-    def forget_ranks(self) -> None:
-        """A new worker group: its steps take as long as before, but between the groups there was no step."""
-        self._seen.clear()
-
-    @property
-    def longest_s(self) -> float | None:
-        """The longest of the last steps; None before any."""
-        return max(self._times_s, default=None)
+    def observe(self, ranks: Sequence[RankSeen]) -> None:
+        """Takes note of what the ranks have measured."""
+        longest_s = max((seen.longest_step_s for seen in ranks), default=0.0)
+        if longest_s > 0:
+            self.longest_s = longest_s
 
 
 def step_limit_s(limits: Limits, longest_s: float | None) -> float:
@@ -125,7 +108,7 @@ def step_limit_s(limits: Limits, longest_s: float | None) -> float:
     if limits.step_s is not None:
         return limits.step_s
     if longest_s is None:
-        return limits.max_step_s
+        return limits.startup_s
     return min(max(LEARNT_FACTOR * longest_s, limits.min_step_s), limits.max_step_s)
 
 

@@ -230,7 +230,7 @@ class Life:
         self._read_at_s = now_s
         self.heartbeats = self._watch.heartbeats()
         seen = self._watch.seen(self.heartbeats)
-        self._times.observe(seen, now_s)
+        self._times.observe(seen)
         self._on_look(self)
         if self._failing_since_s is None and self._somebody_left(seen, now_s):
             self._failing_since_s = now_s

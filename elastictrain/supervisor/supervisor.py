@@ -159,7 +159,6 @@ class Supervisor:
             self._ended_on_request(None)
             return
         self._number = incarnation.number
-        self._times.forget_ranks()
         self._life = Life(
             incarnation,
             self._config,

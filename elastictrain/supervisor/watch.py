@@ -53,6 +53,7 @@ class Watch:
                 tick_s=beat.tick_ns / NS_PER_S,
                 step=beat.step,
                 steps_done=beat.steps_done,
+                longest_step_s=beat.longest_step_ns / NS_PER_S,
             )
             if beat is not None
             else RankSeen(rank=rank, phase=None, moved_s=self._started_s, tick_s=self._started_s)

@@ -4,8 +4,8 @@ It starts one worker group on this node and waits for it. What went wrong in a w
 or in the exit codes that the agent leaves in exits.json; the agent's own exit code says only whether all went well, and
 its log is in the incarnation's folder.
 
-It never restarts a group: torch's budget of restarts counts per agent, for ever, and exhausting it closes the run id for
-every node. A restart is a new incarnation, with an agent and a run id of its own.
+It never restarts a group: torch's budget of restarts counts per agent, for ever, and exhausting it closes the run id
+for every node. A restart is a new incarnation, with an agent and a run id of its own.
 """
 
 from __future__ import annotations
