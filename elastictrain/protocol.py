@@ -7,9 +7,15 @@ every worker the folder's path. Everything in it has one writer:
 
     runs/0001/spec.json         the resolved job and what the parent decided      parent, before the start
     runs/0001/board             the stop board (below)                            rank zero; anyone may ask
+    runs/0001/heartbeat-<rank>  what a rank does, see `heartbeat`                 that rank
+    runs/0001/output-<n>        a named pipe: all that local rank n prints        that rank; read by the parent
+    runs/0001/rank-<n>.log      what came through it                              parent
+    runs/0001/stacks-<rank>.txt Python stacks, at SIGUSR1                         that rank
     runs/0001/error-<rank>.json why a rank ended, where we can explain it         that rank, atomically
+    runs/0001/exits.json        exit codes of the ranks that failed               agent, atomically
     runs/0001/outcome.json      how the incarnation ended                         rank zero, atomically
     runs/0001/logs/             the agent's own folder                            agent
+    incidents/0001/             evidence of a hang, see `supervisor.evidence`     parent
 
 Events travel on the workers' standard error as JSON lines with an `event` key; whatever else appears there, or on
 standard output, is the user's own print.
@@ -37,9 +43,26 @@ IDENTITY_FILE = "job.json"
 RUNS_DIR = "runs"
 SNAPSHOTS_DIR = "snapshots"
 LOCK_FILE = "lock"
+EXITS_FILE = "exits.json"
+INCIDENTS_DIR = "incidents"
 
 ENV_RUN_DIR = "ELASTICTRAIN_RUN_DIR"
 """Path of the incarnation folder; the agent sets it for every worker."""
+
+
+def output_pipe(run_dir: Path, local_rank: int) -> Path:
+    """The named pipe that a local rank prints into."""
+    return run_dir / f"output-{local_rank}"
+
+
+def rank_log(run_dir: Path, local_rank: int) -> Path:
+    """The file that keeps what a local rank printed."""
+    return run_dir / f"rank-{local_rank}.log"
+
+
+def stacks_path(run_dir: Path, rank: int) -> Path:
+    """The file that a rank's stacks are appended to."""
+    return run_dir / f"stacks-{rank}.txt"
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -203,14 +226,14 @@ def read_error_reports(run_dir: Path) -> list[ErrorReport]:
 class StopBoard:
     """How the ranks of one node agree, without a message, after which step to stop.
 
-    Three 64-bit words in a shared mapping: *asked*, set by whoever was told to stop, a rank or the parent; *after*, one
+    Four 64-bit words in a shared mapping: *asked*, set by whoever was told to stop, a rank or the parent; *after*, one
     more than the global step after which all stop; *hurry*, set by whoever was told a second time: nothing is waited
-    for any more. Only rank zero writes *after*, before it enters its window's reduction; the
-    others read it once their own reduction is over. A reduction ends on no rank before every rank has entered it, so
-    all see the same value at the end of the same step.
+    for any more; *snapshot*, counted up by the parent when it wants one. Only rank zero writes *after*, before it
+    enters its window's reduction; the others read it once their own reduction is over. A reduction ends on no rank
+    before every rank has entered it, so all see the same value at the end of the same step.
     """
 
-    SIZE_BYTES = 24
+    SIZE_BYTES = 32
 
     def __init__(self, path: Path | None) -> None:
         if path is None:
@@ -244,6 +267,14 @@ class StopBoard:
     @property
     def hurry(self) -> bool:
         return self._words[2] != 0
+
+    def ask_for_snapshot(self) -> None:
+        self._words[3] += 1
+
+    @property
+    def snapshots_asked(self) -> int:
+        """How many snapshots were asked for so far."""
+        return self._words[3]
 
     def stop_after(self, step: int) -> None:
         self._words[1] = step + 1

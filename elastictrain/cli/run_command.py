@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +17,15 @@ from elastictrain.config import load_job
 from elastictrain.core.identity import ALLOWABLE
 from elastictrain.errors import UsageError
 from elastictrain.logs import make_logger
+
+if TYPE_CHECKING:
+    from elastictrain.supervisor.incarnation import Incarnation
+    from elastictrain.supervisor.output import Line
+
+MAX_LINES_HELD = 100_000
+"""Lines kept for a reader that does not read; more are left out. All are in the ranks' logs."""
+SHOW_END_S = 5.0
+"""How long to wait, at the end, for a reader to take the last lines."""
 
 
 def run(
@@ -50,6 +62,10 @@ def run(
             help=f"Let a snapshot differ from this run in NAME ({', '.join(ALLOWABLE)}). Repeatable.",
         ),
     ] = None,
+    service: Annotated[
+        bool,
+        typer.Option("--service", help="After a halt or a drain, stay up until told to resume or to stop."),
+    ] = False,
     output: Annotated[
         Output,
         typer.Option(
@@ -61,15 +77,19 @@ def run(
 
     JOB is a job.toml, the folder of one, or an example by name: stdlib-lm, digits.
 
-    A job that was stopped, however, goes on from its newest snapshot. Ctrl-C, or SIGTERM, lets all ranks finish their
-    step, keeps the state and ends the run; a second one does not wait for storage.
+    A job that was stopped, however, goes on from its newest snapshot. When a rank fails or hangs, all go on from there
+    by themselves; a job that leads nowhere is halted, with a diagnosis and exit code 79. Ctrl-C, or SIGTERM, lets all
+    ranks finish their step, keeps the state and ends the run; a second one does not wait for storage.
 
     Example: elastictrain run stdlib-lm --set train.max_steps=50 --set elastic.nproc_per_node=1
     """
     # Imported here, so that `--help` and completion answer at once.
-    from elastictrain.cli.launch import run_to_end
+    import asyncio
+
     from elastictrain.cli.lineage import find_source
     from elastictrain.cli.state_dir import StartOptions, StateDir
+    from elastictrain.supervisor.events import JsonLinesSink
+    from elastictrain.supervisor.supervisor import Supervisor
 
     unknown = [name for name in allow or [] if name not in ALLOWABLE]
     if unknown:
@@ -83,10 +103,57 @@ def run(
         allowed_differences=tuple(allow or ()),
     )
     with state.locked():
-        incarnation = state.prepare(loaded, options)
-        with _view(output, config.name, incarnation.number) as view:
-            outcome = run_to_end(incarnation, view.show)
-        view.summary(outcome, str(state.path))
+        first = state.prepare(loaded, options)
+        prepared = [first]
+
+        def prepare() -> Incarnation:
+            return prepared.pop() if prepared else state.prepare(loaded, options.of_restart())
+
+        with _view(output, config.name, first.number) as view, Showing(view) as showing:
+            supervisor = Supervisor(
+                config,
+                prepare,
+                state_dir=state.path,
+                sink=JsonLinesSink(state.path / "events.jsonl"),
+                show=showing.show,
+                stay_up=service,
+            )
+            ending = asyncio.run(supervisor.run())
+        if ending.error is not None:
+            raise ending.error
+        if ending.outcome is not None:
+            view.summary(ending.outcome, str(state.path))
+
+
+class Showing:
+    """Shows lines on a thread of its own: a terminal that is held (Ctrl-S), or a full pipe, must not hold the watch.
+
+    Args:
+        view: what shows them.
+    """
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._lines: SimpleQueue[Line | None] = SimpleQueue()
+        self._thread = Thread(target=self._run, name="showing", daemon=True)
+
+    def show(self, line: Line) -> None:
+        if self._lines.qsize() < MAX_LINES_HELD:
+            self._lines.put(line)
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            # Whoever read our output may be gone; the training goes on without.
+            with suppress(OSError):
+                self._view.show(line)
+
+    def __enter__(self) -> Showing:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._lines.put(None)
+        self._thread.join(SHOW_END_S)
 
 
 def _view(output: Output, job_name: str, incarnation: int) -> View:

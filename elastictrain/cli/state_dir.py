@@ -13,7 +13,6 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from elastictrain.checkpoint.store import Store, open_store
-from elastictrain.cli.launch import Incarnation
 from elastictrain.cli.lineage import run_in_store
 from elastictrain.config import JobConfig, LoadedJob
 from elastictrain.core.batch import resolve_batch
@@ -31,6 +30,7 @@ from elastictrain.protocol import (
     SnapshotSource,
     StopBoard,
 )
+from elastictrain.supervisor.incarnation import Incarnation
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,10 @@ class StartOptions:
     fresh: bool = False
     source: SnapshotSource | None = None
     allowed_differences: tuple[str, ...] = ()
+
+    def of_restart(self) -> StartOptions:
+        """The same for the worker groups after the first: a new run is begun once."""
+        return StartOptions(allowed_differences=self.allowed_differences)
 
 
 class StateDir:
@@ -158,7 +162,7 @@ class StateDir:
             begins_run=not self._has_started(identity.run_id),
             mean_time_between_failures_s=self._mean_time_between_failures_s(),
         ).write(run_dir)
-        return Incarnation(run_dir, number, job.config.checkpoint.preempt_deadline_s)
+        return Incarnation(run_dir, number, job.config.elastic.nproc_per_node)
 
     def _has_started(self, run_id: str) -> bool:
         """Whether an earlier incarnation here was of this run."""

@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from elastictrain.cli.launch import Event, Printed
 from elastictrain.logs import finite
+from elastictrain.supervisor.output import Event, Line, Printed
 
 
 class Output(StrEnum):
@@ -36,7 +36,7 @@ class View(Protocol):
 
     def __exit__(self, *exc: object) -> None: ...
 
-    def show(self, line: Event | Printed) -> None: ...
+    def show(self, line: Line) -> None: ...
 
     def summary(self, outcome: dict[str, Any], state_dir: str) -> None: ...
 
@@ -54,7 +54,7 @@ class JsonView:
     def __exit__(self, *exc: object) -> None:
         return None
 
-    def show(self, line: Event | Printed) -> None:
+    def show(self, line: Line) -> None:
         if isinstance(line, Event):
             import json
 
@@ -100,7 +100,7 @@ class PrettyView:
         if self._is_live:
             self._live.stop()
 
-    def show(self, line: Event | Printed) -> None:
+    def show(self, line: Line) -> None:
         if isinstance(line, Printed):
             self._print(Text(line.text, style="dim"))
             return
@@ -218,4 +218,5 @@ def _eval_values(f: dict[str, Any]) -> dict[str, float]:
 
 def _generic_line(f: dict[str, Any]) -> str:
     rest = "  ".join(f"{key}={value}" for key, value in f.items() if key not in _STAMPS)
-    return f"rank {f.get('rank', '?')}: {f['event'].replace('_', ' ')}  {rest}"
+    who = f"rank {f['rank']}" if "rank" in f else "supervisor"
+    return f"{who}: {f['event'].replace('_', ' ')}  {rest}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -175,7 +175,17 @@ class ElasticConfig(Section):
     threads_per_rank: PositiveInt | None = None
     """Intra-op threads of a rank; default: the node's cores shared out evenly, at least 1."""
     process_group_timeout_s: PositiveFloat = 600.0
-    """A collective that takes longer fails."""
+    """A collective that takes longer fails. Longer than every limit of [supervisor]: a hang is to be found, and its
+    culprit named, before the collectives of the other ranks give up."""
+    rendezvous_timeout_s: PositiveFloat | None = None
+    """How long a node waits for the others. Default: one and a half times process_group_timeout_s."""
+
+    @property
+    def join_timeout_s(self) -> float:
+        """`rendezvous_timeout_s`, resolved."""
+        if self.rendezvous_timeout_s is not None:
+            return self.rendezvous_timeout_s
+        return 1.5 * self.process_group_timeout_s
 
 
 class MetricsConfig(Section):
@@ -236,6 +246,43 @@ class CheckpointConfig(Section):
         return path
 
 
+class SupervisorConfig(Section):
+    """When a rank counts as hung, and how often a failed worker group is started again."""
+
+    startup_timeout_s: PositiveFloat | None = None
+    """How long a rank may stand still before its first step is done: imports, compilation, restoring. This and the
+    other limits left unset: 80% of elastic.process_group_timeout_s."""
+    step_timeout_s: PositiveFloat | None = None
+    """How long a rank may stand still in a phase of a step. Default: learnt, ten times the longest of late."""
+    min_step_timeout_s: PositiveFloat = 30.0
+    """What is learnt never goes under this: a step that is slow for once is no hang."""
+    eval_timeout_s: PositiveFloat | None = None
+    """How long an evaluation may stand still, between two of its batches."""
+    snapshot_timeout_s: PositiveFloat | None = None
+    """How long taking a snapshot may stand still."""
+    exit_timeout_s: PositiveFloat = 60.0
+    """How long a rank may take to end after its last step."""
+    teardown_timeout_s: PositiveFloat = 10.0
+    """How long the other ranks may take to end once one has failed; one that writes a snapshot has its own limit."""
+    stop_timeout_s: PositiveFloat | None = None
+    """After SIGTERM or `stop`: when to end ranks that are still there. Default: checkpoint.preempt_deadline_s and 10 s
+    more."""
+    max_failures: NonNegativeInt = 10
+    """Failures without progress within failure_window_s that are borne; one more halts the job. A failure after which
+    the job had got further than ever before starts the count anew."""
+    failure_window_s: PositiveFloat = 3600.0
+    """The window of max_failures."""
+    same_step_failures: PositiveInt = 3
+    """Failures in a row at the same step that halt the job: it is the step that fails, not the machine."""
+    backoff_s: PositiveFloat = 1.0
+    """Pause before the second restart without progress; it doubles with each."""
+    max_backoff_s: PositiveFloat = 120.0
+    """The longest such pause."""
+
+    DEFAULT_SHARE: ClassVar[float] = 0.8
+    """Of the process group's timeout, for the limits that are unset."""
+
+
 class JobConfig(Section):
     """One training run."""
 
@@ -257,6 +304,25 @@ class JobConfig(Section):
     elastic: ElasticConfig = ElasticConfig()
     metrics: MetricsConfig = MetricsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    supervisor: SupervisorConfig = SupervisorConfig()
+
+    @model_validator(mode="after")
+    def _check_order_of_timeouts(self) -> JobConfig:
+        collective_s = self.elastic.process_group_timeout_s
+        for name in ("startup_timeout_s", "step_timeout_s", "eval_timeout_s", "snapshot_timeout_s"):
+            value_s = getattr(self.supervisor, name)
+            if value_s is not None and value_s >= collective_s:
+                raise ValueError(
+                    f"supervisor.{name} = {value_s:g} is not below elastic.process_group_timeout_s = {collective_s:g}: "
+                    "the collectives of the other ranks would fail before the hung one is found"
+                )
+        if self.elastic.join_timeout_s <= collective_s:
+            raise ValueError(
+                f"elastic.rendezvous_timeout_s = {self.elastic.join_timeout_s:g} is not above "
+                f"elastic.process_group_timeout_s = {collective_s:g}: a node would give up waiting for ranks that are "
+                "still waiting for their collectives to fail"
+            )
+        return self
 
     @field_validator("name")
     @classmethod

@@ -1,7 +1,11 @@
 """The agent: torch's elastic launcher in a process of our own. `python -m elastictrain.training.agent RUN_DIR`.
 
-It starts one worker group on this node and waits for it. What went wrong in a worker is in the workers' own reports;
-the agent's exit code says only whether all went well, and its log is in the incarnation's folder.
+It starts one worker group on this node and waits for it. What went wrong in a worker is in the workers' own reports,
+or in the exit codes that the agent leaves in exits.json; the agent's own exit code says only whether all went well, and
+its log is in the incarnation's folder.
+
+It never restarts a group: torch's budget of restarts counts per agent, for ever, and exhausting it closes the run id
+for every node. A restart is a new incarnation, with an agent and a run id of its own.
 """
 
 from __future__ import annotations
@@ -11,8 +15,9 @@ import os
 import sys
 from pathlib import Path
 
+from elastictrain.config.schema import JobConfig
 from elastictrain.procs import die_with_parent
-from elastictrain.protocol import ENV_RUN_DIR, LOG_DIR, RunSpec
+from elastictrain.protocol import ENV_RUN_DIR, EXITS_FILE, LOG_DIR, RunSpec, write_json
 
 
 def main(run_dir: Path) -> int:
@@ -37,14 +42,19 @@ def main(run_dir: Path) -> int:
         run_id=f"{spec.config['name']}-{spec.incarnation}",
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
+        rdzv_configs={"join_timeout": int(JobConfig.model_validate(spec.config).elastic.join_timeout_s)},
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=str(log_dir)),
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "elastictrain.training.worker")
-    except ChildFailedError:
+        elastic_launch(config, sys.executable)("-m", "elastictrain.training.start")
+    except ChildFailedError as error:
+        write_json(
+            run_dir / EXITS_FILE,
+            {rank: {"pid": end.pid, "exit_code": end.exitcode} for rank, end in error.failures.items()},
+        )
         return 1
     except SignalException:
         return 0 if not list(run_dir.glob("error-*.json")) else 1

@@ -231,12 +231,14 @@ class Checkpointing:
             if taken is not Taken.DECLINED or not self._may_wait():
                 break
             persister.wait(step, WAIT_SLICE_S)
+            self._session.beat()
         if newest is None:
             self.close()
             return Kept(None, durable=False)
         durable = persister.wait(newest.global_step, 0.0)
         while not durable and self._may_wait():
             durable = persister.wait(newest.global_step, WAIT_SLICE_S)
+            self._session.beat()
         if durable:
             self._release_source()
         else:

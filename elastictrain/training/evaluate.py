@@ -7,7 +7,7 @@ collective runs inside a batch; sums of totals and weights are reduced once, in 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -80,6 +80,7 @@ class Evaluator:
         micro_batch_size: samples per pass.
         seed: the run's seed: an evaluation that draws random numbers draws the same ones every time.
         channels_last: memory format of 4-d inputs.
+        beat: called with the number of every batch: an evaluation that gets on is no hang, however long it takes.
     """
 
     def __init__(
@@ -93,8 +94,10 @@ class Evaluator:
         micro_batch_size: int,
         seed: int,
         channels_last: bool = False,
+        beat: Callable[[int], None] = lambda _number: None,
     ) -> None:
         self.name = name
+        self._beat = beat
         self._task = task
         self._place = place
         self._precision = precision
@@ -137,6 +140,7 @@ class Evaluator:
             for number, (span, batch) in enumerate(zip(self._spans, stream, strict=True), start=self._first):
                 if isinstance(batch, FetchFailed):
                     raise batch.as_error(step=None)
+                self._beat(number)
                 self._generators.seed(derive(self._seed, Stream.EVAL_BATCH, number))
                 for name, (total, weight) in self._measure(model, batch, span[1] - span[0]).items():
                     pair = torch.stack([total, weight])

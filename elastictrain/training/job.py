@@ -14,6 +14,7 @@ from elastictrain.config.schema import JobConfig
 from elastictrain.core.advice import Advice, batchnorm_advice, schedule_advice
 from elastictrain.core.batch import resolve_batch
 from elastictrain.core.identity import DataIdentity
+from elastictrain.core.phases import Phase
 from elastictrain.core.seeds import Stream, derive
 from elastictrain.core.skips import SkipWatch
 from elastictrain.core.window import EpochTail, WindowPlan
@@ -145,7 +146,10 @@ class _Job:
             complete = loop.run()
             if complete and config.eval.at_end:
                 loop.evaluate()
+            # Storage that is down may take long; the persister says so, and the session goes on beating.
+            session.enter(Phase.SNAPSHOT)
             kept = checkpointing.finish(complete=complete)
+            session.enter(Phase.READY)
             outcome = self._outcome(complete, kept, reporter, evaluation)
             if writer is not None:
                 writer.write([outcome.summary])
@@ -230,6 +234,7 @@ class _Job:
                 micro_batch_size=config.micro_batch_size or self._batch.micro_batch_size,
                 seed=self._session.seed,
                 channels_last=self._trainee.channels_last,
+                beat=self._session.beat,
             )
             for name, dataset in self._task.build_eval_data().items()
         ]

@@ -89,6 +89,8 @@ class Loop:
 
     def _run(self) -> None:
         session, plan = self._session, self._feed.plan
+        if session.phase is Phase.INIT:
+            session.enter(Phase.READY)
         while not self._complete and (step := session.begin_step(plan)) is not None:
             epochs_before = plan.epochs_done(session.sample_position)
             self._step(step)
@@ -96,8 +98,10 @@ class Loop:
             # A step that is in a snapshot is not done again: what there is to say about it is said before.
             if self._reporter.due(number):
                 self._reporter.report()
-            if self._snapshotter is not None and self._snapshotter.due(number):
-                self._snapshot()
+            if self._snapshotter is not None:
+                asked = session.take_snapshot_request() and self._snapshotter.last_step != number
+                if asked or self._snapshotter.due(number):
+                    self._snapshot()
             if self._evaluation.due(number, epochs_before, plan.epochs_done(session.sample_position)):
                 self.evaluate()
         self._reporter.report()

@@ -19,6 +19,7 @@ The built-in loop is its first customer and has no back door: your own loop can 
 
 It keeps: the phase, checked against the table in `core.phases`, with the time spent in each; the counters, which
 move in `commit` alone; the plan of microbatches; the seeds; the flag by which all ranks stop after the same step.
+Within an incarnation it writes every change of phase into the rank's heartbeat, by which the supervisor finds a hang.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from elastictrain.core.phases import IN_UPDATE, TRANSITIONS, Phase, check_transi
 from elastictrain.core.seeds import Stream, derive
 from elastictrain.core.window import Microbatch, Window, WindowPlan
 from elastictrain.errors import UsageError
+from elastictrain.heartbeat import HeartbeatWriter, my_heartbeat
 from elastictrain.protocol import StopBoard
 from elastictrain.training.device import Place
 from elastictrain.training.randomness import Generators
@@ -63,16 +65,26 @@ class Session:
         seed: the run's seed.
         counters: where the run stands; the default is its beginning.
         board: the stop board shared by this node's ranks; default: that of the incarnation, where there is one.
+        heartbeat: this rank's record; default: that of the incarnation, where there is one.
     """
 
     def __init__(
-        self, place: Place, *, seed: int = 0, counters: Counters | None = None, board: StopBoard | None = None
+        self,
+        place: Place,
+        *,
+        seed: int = 0,
+        counters: Counters | None = None,
+        board: StopBoard | None = None,
+        heartbeat: HeartbeatWriter | None = None,
     ) -> None:
         self.place = place
         self.seed = seed
         self.stop_reason: str | None = None
         self.generators = Generators(place.device)
         self._board = board if board is not None else StopBoard.from_environment()
+        self._heartbeat = heartbeat if heartbeat is not None else my_heartbeat()
+        self._snapshots_seen = self._board.snapshots_asked
+        self._microbatch = 0
         self._counters = counters if counters is not None else Counters()
         self._pending: tuple[Callable[[], bool], int] | None = None
         self._on_settled: list[Callable[[bool, Counters], None]] = []
@@ -110,6 +122,29 @@ class Session:
         self._phase_s[self._phase] += now_s - self._since_s
         self._phase = phase
         self._since_s = now_s
+        if self._heartbeat is not None:
+            counters = self._counters
+            self._heartbeat.enter(
+                phase,
+                counters.global_step + (self._pending is not None),
+                self._microbatch,
+                counters.applied,
+                counters.skipped,
+            )
+
+    def beat(self, number: int = 0) -> None:
+        """Says that the loop gets on within its phase: for what may take long, such as an evaluation.
+
+        Args:
+            number: how far, for show.
+        """
+        if self._heartbeat is not None:
+            self._heartbeat.beat(number)
+
+    def tell_loss(self, loss: float) -> None:
+        """Shows the last known loss in the heartbeat."""
+        if self._heartbeat is not None:
+            self._heartbeat.tell_loss(loss)
 
     def take_phase_times(self) -> list[float]:
         """Seconds spent in each phase since the last call, indexed by `Phase`; the present one up to now."""
@@ -142,6 +177,8 @@ class Session:
 
         Enters `READY` if the session is not in it yet.
         """
+        if self._heartbeat is not None and not self._heartbeat.has_begun:
+            self._heartbeat.begin_with(self.global_step)
         if self._phase is not Phase.READY:
             self.enter(Phase.READY)
         if self.stop_reason is None and self._board.asked:
@@ -153,12 +190,14 @@ class Session:
             return None
         window = plan.window_at(self.sample_position)
         self._step = Step(self.global_step, window, window.share(self.place.rank, self.place.world_size))
+        self._microbatch = 0
         return self._step
 
     def begin_microbatch(self, microbatch: Microbatch) -> None:
         """Enters `FORWARD` with the generators seeded for this microbatch of the present step."""
         if self._step is None:
             raise UsageError("begin_microbatch outside a step", "Call begin_step first.")
+        self._microbatch = microbatch.index
         self.enter(Phase.FORWARD)
         self.generators.seed(derive(self.seed, Stream.MICROBATCH, self._step.index, microbatch.index))
 
@@ -212,6 +251,12 @@ class Session:
         else:
             self._board.ask_to_hurry()
         self._board.ask()
+
+    def take_snapshot_request(self) -> bool:
+        """True once after somebody asked for a snapshot; only rank zero needs to look."""
+        asked = self._board.snapshots_asked
+        is_new, self._snapshots_seen = asked != self._snapshots_seen, asked
+        return is_new
 
     @property
     def stop_asked(self) -> bool:

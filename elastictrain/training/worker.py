@@ -1,4 +1,4 @@
-"""The entry point of a rank: `python -m elastictrain.training.worker`, started by the agent.
+"""What a rank does, from its start to its end. `training.start` is the entry point, which needs no torch.
 
 Whatever ends a rank is written down before it goes: an outcome by rank zero, or an error report by the rank that
 failed. The exit code says whether a restart can help.
@@ -22,6 +22,7 @@ from elastictrain.errors import ElasticTrainError, WorkerFailedError
 from elastictrain.logs import Logger, make_logger
 from elastictrain.procs import die_with_parent
 from elastictrain.protocol import ENV_RUN_DIR, OUTCOME_FILE, ErrorReport, RunSpec, write_json
+from elastictrain.training import start
 from elastictrain.training.device import process_group
 from elastictrain.training.job import run_job
 from elastictrain.training.session import Session
@@ -35,6 +36,7 @@ def main() -> int:
     die_with_parent(os.getppid())
     _write_whole_lines()
     run_dir = Path(os.environ[ENV_RUN_DIR])
+    start.be_watched(run_dir)
     spec = RunSpec.read(run_dir)
     rank = int(os.environ.get("RANK", "0"))
     session: Session | None = None
@@ -120,7 +122,3 @@ def _log_failure(log: Logger, report: ErrorReport) -> None:
         secondary=report.secondary,
         exit_code=report.exit_code,
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

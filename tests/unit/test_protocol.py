@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastictrain import protocol
-from elastictrain.cli.launch import Event, Printed, parse_line
 from elastictrain.cli.views import JsonView
 from elastictrain.errors import BY_NAME, ElasticTrainError, HaltError, WorkerFailedError
 from elastictrain.logs import MAX_LINE_BYTES, make_logger
@@ -27,6 +26,7 @@ from elastictrain.protocol import (
     write_atomically,
     write_json,
 )
+from elastictrain.supervisor.output import Event, Printed, parse_line
 
 # ---- durable writes
 

@@ -1,0 +1,306 @@
+"""Which ranks are alive, which stand still, and whose fault it is.
+
+The ranks of a job do the same steps in lockstep, so when one stands still the others wait for it in a collective, and
+all of them look stuck. The culprit is told from its victims by where it stands:
+
+1. A rank is over its limit when it has not moved for longer than its phase may take.
+2. One that is over its limit, but waits in a collective, waits for somebody. So does one that has got further than
+   another rank which is still within its own limit: it is the other's turn.
+3. What is left, furthest behind, is the culprit; so is, wherever it stands, a rank whose process is stopped, or whose
+   Python code cannot run (its tick stands still).
+4. If every rank waits in a collective, they wait for each other, in different ones: the fewer ranks are wrong, of
+   equally many those that are ahead, for they left a collective out. If there are ranks on other nodes, it may be
+   theirs, so their own supervisor gets as much time again to act.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from elastictrain.core.phases import Phase
+
+
+class ProcessState(StrEnum):
+    """What the operating system says about a rank's process."""
+
+    RUNNING = "running"
+    STOPPED = "stopped"
+    """By SIGSTOP, or a debugger."""
+    GONE = "gone"
+    """No such process, or one that only waits to be collected."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSeen:
+    """A rank as its supervisor sees it.
+
+    Args:
+        rank: which.
+        phase: what it does; None before its first heartbeat.
+        moved_s: when it last moved; before the first heartbeat, when it was started.
+        tick_s: when its Python code last ran.
+        step: windows consumed.
+        steps_done: steps that this process has committed.
+        longest_step_s: of the last steps, as the rank measured it; 0 before it knows.
+        process: as the operating system sees it.
+        in_collective: whether its stack is inside a collective; None if nobody has looked.
+    """
+
+    rank: int
+    phase: Phase | None
+    moved_s: float
+    tick_s: float
+    step: int = 0
+    steps_done: int = 0
+    longest_step_s: float = 0.0
+    process: ProcessState = ProcessState.RUNNING
+    in_collective: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long a rank may stand still.
+
+    Args:
+        startup_s: before its first step is done: imports, compilation, restoring.
+        step_s: in a phase of a step; None learns it from the job.
+        min_step_s: what is learnt never goes under this.
+        max_step_s: nor over this: the process group's own timeout must not come first.
+        eval_s: in an evaluation, between two batches.
+        snapshot_s: in a snapshot.
+        exit_s: after the last step.
+        tick_s: for the tick.
+    """
+
+    startup_s: float
+    step_s: float | None
+    min_step_s: float
+    max_step_s: float
+    eval_s: float
+    snapshot_s: float
+    exit_s: float
+    tick_s: float = 2.0
+
+
+LEARNT_FACTOR = 10.0
+"""A phase may take this many times the longest step seen lately. Steps vary by small factors; one that takes ten times
+the longest is either stuck or so slow that its reason is worth a look."""
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Learns how long a step takes. What a worker group has taught holds for the next one, until that knows better."""
+
+    longest_s: float | None = None
+    """The longest of the last steps; None before any."""
+
+    def observe(self, ranks: Sequence[RankSeen]) -> None:
+        """Takes note of what the ranks have measured."""
+        longest_s = max((seen.longest_step_s for seen in ranks), default=0.0)
+        if longest_s > 0:
+            self.longest_s = longest_s
+
+
+def step_limit_s(limits: Limits, longest_s: float | None) -> float:
+    """How long a phase of a step may take."""
+    if limits.step_s is not None:
+        return limits.step_s
+    if longest_s is None:
+        return limits.startup_s
+    return min(max(LEARNT_FACTOR * longest_s, limits.min_step_s), limits.max_step_s)
+
+
+def limit_s(seen: RankSeen, limits: Limits, longest_step_s: float | None) -> float:
+    """How long this rank may stand still where it is."""
+    match seen.phase:
+        case None | Phase.INIT:
+            return limits.startup_s
+        case Phase.EVAL:
+            return limits.eval_s
+        case Phase.SNAPSHOT:
+            return limits.snapshot_s
+        case Phase.EXIT:
+            return limits.exit_s
+        case _:
+            return limits.startup_s if seen.steps_done < 1 else step_limit_s(limits, longest_step_s)
+
+
+class Health(StrEnum):
+    """How a rank is."""
+
+    HEALTHY = "healthy"
+    SLOW = "slow"
+    """Over half of its limit."""
+    WAITING = "waiting"
+    """Over its limit, for somebody else."""
+    HUNG = "hung"
+
+
+@dataclass(frozen=True, slots=True)
+class RankVerdict:
+    """How a rank is, and why.
+
+    Args:
+        rank: which.
+        health: how it is.
+        stood_still_s: since when it has not moved.
+        limit_s: how long it may.
+        why: in words; empty for a healthy one.
+    """
+
+    rank: int
+    health: Health
+    stood_still_s: float
+    limit_s: float
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What `judge` found.
+
+    Args:
+        ranks: one verdict each.
+        everybody_waits: no rank can be told from the others: all wait in collectives.
+    """
+
+    ranks: tuple[RankVerdict, ...]
+    everybody_waits: bool = False
+
+    @property
+    def culprits(self) -> tuple[RankVerdict, ...]:
+        return tuple(verdict for verdict in self.ranks if verdict.health is Health.HUNG)
+
+    @property
+    def is_over_limit(self) -> bool:
+        """Somebody stands still for too long: a reason to look closer."""
+        return any(verdict.health in (Health.HUNG, Health.WAITING) for verdict in self.ranks)
+
+
+_PLACE = {
+    Phase.INIT: -1,
+    Phase.READY: 0,
+    Phase.EVAL: 0,
+    Phase.SNAPSHOT: 0,
+    Phase.DATA: 1,
+    Phase.FORWARD: 1,
+    Phase.BACKWARD: 1,
+    Phase.REDUCE: 2,
+    Phase.OPTIMIZER: 3,
+    Phase.COMMIT: 4,
+    Phase.EXIT: 5,
+}
+"""Where in a step a phase is. What repeats within a step (data, forward, backward) is one place: ranks have different
+numbers of microbatches."""
+
+_Position = tuple[int, int]
+
+
+def _position(seen: RankSeen) -> _Position:
+    if seen.phase is None:
+        return (-1, -2)
+    if seen.phase is Phase.INIT:
+        return (-1, -1)
+    return (seen.step, _PLACE[seen.phase])
+
+
+def judge(
+    ranks: Sequence[RankSeen],
+    limits: Limits,
+    *,
+    longest_step_s: float | None,
+    now_s: float,
+    world_size: int,
+) -> Verdict:
+    """Says how the ranks of this node are, and who is to blame where one stands still.
+
+    Args:
+        ranks: all ranks of this node.
+        limits: how long they may stand still.
+        longest_step_s: what was learnt (`StepTimes`).
+        now_s: on the clock that `moved_s` and `tick_s` are of.
+        world_size: ranks of the job; more than `ranks` where there are other nodes.
+    """
+    age_s = {seen.rank: max(0.0, now_s - seen.moved_s) for seen in ranks}
+    limit = {seen.rank: limit_s(seen, limits, longest_step_s) for seen in ranks}
+    over = [seen for seen in ranks if age_s[seen.rank] > limit[seen.rank]]
+    guilty: dict[int, str] = {}
+    everybody_waits = False
+    if over:
+        guilty = _plainly_stuck(over, limits, now_s)
+        if not guilty:
+            waiting = [seen for seen in over if _waits(seen)]
+            stuck = [seen for seen in over if not _waits(seen)]
+            within = [seen for seen in ranks if age_s[seen.rank] <= limit[seen.rank]]
+            if stuck:
+                guilty = _furthest_behind(stuck, within)
+            elif len(waiting) == len(ranks):
+                everybody_waits = True
+                patience = 1.0 if len(ranks) >= world_size else 2.0
+                if all(age_s[seen.rank] > patience * limit[seen.rank] for seen in ranks):
+                    guilty = _disagreeing(ranks, all_here=len(ranks) >= world_size)
+    verdicts = []
+    for seen in ranks:
+        age, bound = age_s[seen.rank], limit[seen.rank]
+        if seen.rank in guilty:
+            health, why = Health.HUNG, guilty[seen.rank]
+        elif age > bound:
+            health, why = Health.WAITING, "waits for another rank"
+        elif age > bound / 2:
+            health, why = Health.SLOW, "takes long"
+        else:
+            health, why = Health.HEALTHY, ""
+        verdicts.append(RankVerdict(seen.rank, health, age, bound, why))
+    return Verdict(tuple(verdicts), everybody_waits)
+
+
+def _waits(seen: RankSeen) -> bool:
+    """Whether it is somebody else's turn. The stack knows; without it, only `REDUCE` is sure to be a collective."""
+    return seen.in_collective if seen.in_collective is not None else seen.phase is Phase.REDUCE
+
+
+def _plainly_stuck(over: Sequence[RankSeen], limits: Limits, now_s: float) -> dict[int, str]:
+    """Ranks that cannot move, wherever they are."""
+    found = {}
+    for seen in over:
+        if seen.process is ProcessState.STOPPED:
+            found[seen.rank] = "its process is stopped"
+        elif seen.process is ProcessState.GONE:
+            found[seen.rank] = "its process is gone"
+        elif seen.phase is not None and now_s - seen.tick_s > limits.tick_s and not seen.in_collective:
+            found[seen.rank] = "it holds the interpreter lock: no Python code can run in it"
+    return found
+
+
+def _furthest_behind(stuck: Sequence[RankSeen], within: Sequence[RankSeen]) -> dict[int, str]:
+    """The last of those that stand still and do not wait, unless one that still moves is behind them."""
+    last = min(_position(seen) for seen in stuck)
+    if any(_position(seen) < last for seen in within):
+        return {}
+    return {
+        seen.rank: "it has sent no heartbeat" if seen.phase is None else f"it stands still in {seen.phase.name.lower()}"
+        for seen in stuck
+        if _position(seen) == last
+    }
+
+
+def _disagreeing(ranks: Sequence[RankSeen], *, all_here: bool) -> dict[int, str]:
+    """All wait: the fewer ranks at one place, of equally many those ahead, left a collective out."""
+    groups: dict[_Position, list[int]] = {}
+    for seen in ranks:
+        groups.setdefault(_position(seen), []).append(seen.rank)
+    if len(groups) == 1:
+        why = (
+            "every rank waits in a collective, at the same place: their collectives do not match"
+            if all_here
+            else "every rank of this node waits in a collective, and no other node has acted"
+        )
+        return {seen.rank: why for seen in ranks}
+    fewest = min(len(members) for members in groups.values())
+    position = max(place for place, members in groups.items() if len(members) == fewest)
+    return dict.fromkeys(
+        groups[position],
+        "it waits in another collective than the other ranks: it left one out, or they have one too many",
+    )

@@ -1,0 +1,319 @@
+"""A rank's heartbeat: a small memory-mapped record that says what the rank does, written by it, read by the supervisor.
+
+    runs/0001/heartbeat-<rank>      256 bytes, little-endian; one writer: that rank
+
+| offset | what | written |
+|---|---|---|
+| 0 | magic, version, rank, local rank, incarnation, pid, thread id of the main thread, start | once |
+| 64 | serial, step, microbatch, phase, since, last move, first step, applied, skipped, longest step, serial | at moves |
+| 160 | tick: count, when, resident bytes, device bytes | by a thread, every `TICK_INTERVAL_S` |
+| 208 | loss of the last reported step | when it is known |
+
+Times are CLOCK_MONOTONIC in nanoseconds: comparable between the processes of one boot, and no clock that anybody sets.
+
+The second part is a sequence lock in one call: `pack_into` writes front to back, so the serial at the front is the new
+one as long as that at the end is the old. A reader takes the end first and the front last, and reads again if they
+differ. A rank that was stopped in the middle of a write leaves a record that never agrees: the reader then keeps what
+it read last. (The order of stores is that of x86-64; on a machine with weaker order a torn read would need a move in
+the same nanoseconds and would heal with the next.)
+
+The tick shows that Python code can run in the process: a rank that waits in a collective ticks, one whose C code
+holds the interpreter lock does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastictrain.core.phases import Phase
+from elastictrain.protocol import ENV_RUN_DIR
+
+SIZE_BYTES = 256
+VERSION = 1
+TICK_INTERVAL_S = 0.25
+READ_TRIES = 8
+DECAY_SHIFT = 6
+"""The longest step fades by a 64th with every step, so that one slow step is not remembered for ever."""
+
+_MAGIC = b"etHB"
+_FIXED = struct.Struct("<4sIiiqqQq")
+_MOVING = struct.Struct("<Qqqqqqqqqq")
+_MOVING_AT = 64
+_END_AT = _MOVING_AT + _MOVING.size
+_MOVING_AND_END = struct.Struct("<QqqqqqqqqqQ")
+_TICK = struct.Struct("<qqqq")
+_TICK_AT = 160
+_LOSS = struct.Struct("<d")
+_LOSS_AT = 208
+_WORD = struct.Struct("<Q")
+
+_PREFIX = "heartbeat-"
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """What a rank's record says.
+
+    Args:
+        rank: in the job.
+        local_rank: on its node.
+        incarnation: which life of the worker group it belongs to.
+        pid: of the rank.
+        main_thread: ident of its main thread, as faulthandler prints it.
+        started_ns: when the record was made.
+        step: windows consumed.
+        microbatch: index in the window of the microbatch it is at, or of the batch of an evaluation.
+        phase: what it does.
+        phase_since_ns: since when.
+        moved_ns: when it last moved: entered a phase, or got on within one.
+        first_step: the step this process began with; -1 before its first step.
+        applied: updates applied.
+        skipped: updates left out.
+        longest_step_ns: of the last steps of this process, its first left out; 0 before its second. Evaluation and
+            snapshots between steps do not count.
+        tick: counts while Python code can run.
+        tick_ns: when it last did.
+        memory_bytes: resident memory.
+        device_bytes: memory allocated on the device, 0 where there is none.
+        loss: of the last reported step; NaN before the first report.
+    """
+
+    rank: int
+    local_rank: int
+    incarnation: int
+    pid: int
+    main_thread: int
+    started_ns: int
+    step: int
+    microbatch: int
+    phase: Phase
+    phase_since_ns: int
+    moved_ns: int
+    first_step: int
+    applied: int
+    skipped: int
+    longest_step_ns: int
+    tick: int
+    tick_ns: int
+    memory_bytes: int
+    device_bytes: int
+    loss: float
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that this process has committed."""
+        return self.step - self.first_step if self.first_step >= 0 else 0
+
+
+def heartbeat_path(run_dir: Path, rank: int) -> Path:
+    return run_dir / f"{_PREFIX}{rank}"
+
+
+def heartbeat_paths(run_dir: Path) -> dict[int, Path]:
+    """The records that are there, by rank."""
+    found = {}
+    for path in run_dir.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(ValueError):
+            found[int(path.name.removeprefix(_PREFIX))] = path
+    return found
+
+
+class HeartbeatWriter:
+    """Writes this process's record.
+
+    Args:
+        run_dir: folder of the incarnation.
+        rank: in the job.
+        local_rank: on its node.
+        incarnation: which life of the worker group this is.
+    """
+
+    def __init__(self, run_dir: Path, rank: int, local_rank: int, incarnation: int) -> None:
+        now_ns = time.monotonic_ns()
+        record = bytearray(SIZE_BYTES)
+        main = threading.main_thread().ident or 0
+        _FIXED.pack_into(record, 0, _MAGIC, VERSION, rank, local_rank, incarnation, os.getpid(), main, now_ns)
+        _MOVING_AND_END.pack_into(record, _MOVING_AT, 1, 0, 0, Phase.INIT, now_ns, now_ns, -1, 0, 0, 0, 1)
+        _TICK.pack_into(record, _TICK_AT, 0, now_ns, _resident_bytes(), 0)
+        _LOSS.pack_into(record, _LOSS_AT, float("nan"))
+        path = heartbeat_path(run_dir, rank)
+        # Under another name first: whoever sees the record sees a whole one.
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_bytes(record)
+        with temporary.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), SIZE_BYTES)
+        temporary.replace(path)
+        self.path = path
+        self._serial = 1
+        self._step = 0
+        self._phase = int(Phase.INIT)
+        self._phase_since_ns = now_ns
+        self._first_step = -1
+        self._step_began_ns = now_ns
+        self._counts = (0, 0, 0)
+        self._closing = threading.Event()
+        self.device_bytes = 0
+        """Shown with the next tick."""
+        self._ticker = threading.Thread(target=self._tick, name="heartbeat", daemon=True)
+        self._ticker.start()
+
+    def enter(self, phase: Phase, step: int, microbatch: int, applied: int = 0, skipped: int = 0) -> None:
+        """Says that the rank is in `phase` from now on."""
+        now_ns = time.monotonic_ns()
+        longest_ns = self._counts[2]
+        if phase is Phase.READY:
+            # The first step holds compilation, allocation and connecting: it tells nothing about the others.
+            if self._first_step >= 0 and step > max(self._step, self._first_step + 1):
+                longest_ns = max(now_ns - self._step_began_ns, longest_ns - (longest_ns >> DECAY_SHIFT))
+            self._step_began_ns = now_ns
+        self._serial = serial = self._serial + 1
+        self._step = step
+        self._phase = int(phase)
+        self._phase_since_ns = now_ns
+        self._counts = (applied, skipped, longest_ns)
+        _MOVING_AND_END.pack_into(
+            self._map, _MOVING_AT,
+            serial, step, microbatch, phase, now_ns, now_ns, self._first_step, applied, skipped, longest_ns, serial,
+        )  # fmt: skip
+
+    def beat(self, microbatch: int = 0) -> None:
+        """Says that the rank gets on within its phase."""
+        self._serial = serial = self._serial + 1
+        _MOVING_AND_END.pack_into(
+            self._map, _MOVING_AT,
+            serial, self._step, microbatch, self._phase, self._phase_since_ns, time.monotonic_ns(), self._first_step,
+            *self._counts, serial,
+        )  # fmt: skip
+
+    def begin_with(self, step: int) -> None:
+        """Says which step this process begins with."""
+        self._first_step = step
+        self._step = step
+
+    @property
+    def has_begun(self) -> bool:
+        return self._first_step >= 0
+
+    def tell_loss(self, loss: float) -> None:
+        """Notes the loss of the last reported step."""
+        _LOSS.pack_into(self._map, _LOSS_AT, loss)
+
+    def close(self) -> None:
+        """Stops ticking; the record stays. For tests: a rank's own ends with its process."""
+        self._closing.set()
+        self._ticker.join()
+
+    def _tick(self) -> None:
+        count = 0
+        while not self._closing.wait(TICK_INTERVAL_S):
+            count += 1
+            _TICK.pack_into(self._map, _TICK_AT, count, time.monotonic_ns(), _resident_bytes(), self.device_bytes)
+
+
+_mine: HeartbeatWriter | None = None
+
+
+def my_heartbeat() -> HeartbeatWriter | None:
+    """This process's record, made at the first call; None outside an incarnation.
+
+    A process is one rank, so it has one record, whoever asks first: the start of the worker, before torch is there, or
+    the session of a loop that somebody else started.
+    """
+    global _mine  # noqa: PLW0603 - one record per process, as there is one rank
+    run_dir = os.environ.get(ENV_RUN_DIR)
+    if not run_dir or not Path(run_dir).is_dir():
+        return None
+    rank = int(os.environ.get("RANK", "0"))
+    path = heartbeat_path(Path(run_dir), rank)
+    if _mine is None or _mine.path != path:
+        incarnation = Path(run_dir).name
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        _mine = HeartbeatWriter(Path(run_dir), rank, local_rank, int(incarnation) if incarnation.isdigit() else 0)
+    return _mine
+
+
+def _resident_bytes() -> int:
+    """Resident memory of this process (proc(5), statm)."""
+    try:
+        with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - in every tick, and Path costs as much again
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+class HeartbeatReader:
+    """Reads a rank's record again and again.
+
+    Args:
+        path: may not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._map: mmap.mmap | None = None
+        self.last: Heartbeat | None = None
+        """What was read last."""
+
+    def read(self) -> Heartbeat | None:
+        """The record, or None while there is none that we understand."""
+        if self._map is None and not self._open():
+            return None
+        record = self._map
+        assert record is not None
+        for _ in range(READ_TRIES):
+            (end,) = _WORD.unpack_from(record, _END_AT)
+            moving = _MOVING.unpack_from(record, _MOVING_AT)
+            (begin,) = _WORD.unpack_from(record, _MOVING_AT)
+            tick, tick_ns, memory_bytes, device_bytes = _TICK.unpack_from(record, _TICK_AT)
+            # pack_into clears what it is about to write: zeros are a write in progress.
+            if begin == end == moving[0] and begin and tick_ns:
+                break
+        else:
+            return self.last
+        if self.last is None:
+            self._fixed = _FIXED.unpack_from(record, 0)
+        _, _, rank, local_rank, incarnation, pid, main_thread, started_ns = self._fixed
+        _, step, microbatch, phase, since_ns, moved_ns, first_step, applied, skipped, longest_ns = moving
+        (loss,) = _LOSS.unpack_from(record, _LOSS_AT)
+        self.last = Heartbeat(
+            rank, local_rank, incarnation, pid, main_thread, started_ns, step, microbatch, _PHASES[phase], since_ns,
+            moved_ns, first_step, applied, skipped, longest_ns, tick, tick_ns, memory_bytes, device_bytes, loss,
+        )  # fmt: skip
+        return self.last
+
+    def _open(self) -> bool:
+        try:
+            with self._path.open("rb") as file:
+                record = mmap.mmap(file.fileno(), SIZE_BYTES, prot=mmap.PROT_READ)
+        except (OSError, ValueError):
+            return False
+        magic, version, *_ = _FIXED.unpack_from(record, 0)
+        if magic != _MAGIC or version != VERSION:
+            record.close()
+            return False
+        self._map = record
+        return True
+
+    def close(self) -> None:
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+
+
+_PHASES = {int(phase): phase for phase in Phase}
+
+
+def read_heartbeat(path: Path) -> Heartbeat | None:
+    """A record, read once; None if there is none that we understand."""
+    reader = HeartbeatReader(path)
+    try:
+        return reader.read()
+    finally:
+        reader.close()

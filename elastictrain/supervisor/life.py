@@ -1,0 +1,384 @@
+"""Follows one incarnation from its start to its end: watches, blames, kills the culprit, sees to it that all end.
+
+It decides nothing about what comes after; that is the supervisor's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from elastictrain.config.schema import JobConfig
+from elastictrain.core.liveness import (
+    Limits,
+    ProcessState,
+    RankSeen,
+    RankVerdict,
+    StepTimes,
+    Verdict,
+    judge,
+    limit_s,
+)
+from elastictrain.core.phases import Phase
+from elastictrain.core.policy import RankEnd
+from elastictrain.heartbeat import Heartbeat
+from elastictrain.procs import reap_orphans, send_signal
+from elastictrain.supervisor.evidence import (
+    Evidence,
+    Stacks,
+    is_in_collective,
+    next_incident,
+    take_loader_stacks,
+    take_stacks,
+)
+from elastictrain.supervisor.incarnation import Incarnation
+from elastictrain.supervisor.output import Line, RankOutput
+from elastictrain.supervisor.settings import limits_of, stop_timeout_s
+from elastictrain.supervisor.watch import Watch, has_left_early, process_state
+
+POLL_S = 0.2
+"""A hang is found this much after its limit, at most."""
+READ_COST_S = 0.002
+"""With many ranks, records are read at most once in this much time per rank: 512 ranks, once a second."""
+LEAVE_CHECK_S = 0.5
+"""How often to look whether a rank has left, while one stands still."""
+LOOK_AGAIN_S = 5.0
+"""How long to wait before looking again at ranks that stand still where no culprit was found."""
+START_GRACE_S = 2.0
+"""A group that is told to stop before its first step has nothing to keep: it gets this much to end by itself."""
+
+
+class Emit(Protocol):
+    """Takes an event."""
+
+    def __call__(self, kind: str, /, **fields: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LifeEnd:
+    """How an incarnation ended.
+
+    Args:
+        number: of the incarnation.
+        outcome: what rank zero wrote; None if it did not get there.
+        ends: ranks that ended badly.
+        reached_step: furthest step that was committed.
+        began_step: a step was begun.
+        lived_s: from start to end.
+    """
+
+    number: int
+    outcome: dict[str, Any] | None
+    ends: tuple[RankEnd, ...]
+    reached_step: int
+    began_step: bool
+    lived_s: float
+
+
+class Life:
+    """One incarnation under watch.
+
+    Args:
+        incarnation: prepared, not started.
+        config: of the job.
+        times: what earlier lives have taught about the time a step takes.
+        state_dir: where incidents are kept.
+        on_line: gets every line that the ranks print.
+        on_look: called whenever the ranks' records were read.
+        emit: takes events.
+    """
+
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        config: JobConfig,
+        times: StepTimes,
+        *,
+        state_dir: Path,
+        on_line: Callable[[Line], None],
+        on_look: Callable[[Life], None],
+        emit: Emit,
+    ) -> None:
+        self.incarnation = incarnation
+        self.started_s = time.monotonic()
+        self._config = config
+        self._limits: Limits = limits_of(config)
+        self._times = times
+        self._state_dir = state_dir
+        self._on_look = on_look
+        self._emit = emit
+        self._watch = Watch(incarnation.run_dir, incarnation.num_ranks, self.started_s)
+        self._outputs = [RankOutput(incarnation.run_dir, i, on_line) for i in range(incarnation.num_ranks)]
+        self._woken = asyncio.Event()
+        self._read_at_s = float("-inf")
+        self._look_again_s = float("-inf")
+        self._leave_checked_s = float("-inf")
+        self._failing_since_s: float | None = None
+        self._stop_asked_s: float | None = None
+        self._killed: dict[int, str] = {}
+        self.heartbeats: dict[int, Heartbeat | None] = {}
+        self.incident: int | None = None
+
+    # ---- what the ranks say
+
+    @property
+    def reached_step(self) -> int | None:
+        """The furthest step that a rank has committed, or begun with; None before any has begun."""
+        steps = [beat.step for beat in self.heartbeats.values() if beat is not None and beat.first_step >= 0]
+        return max(steps, default=None)
+
+    @property
+    def all_train(self) -> bool:
+        """Every rank of this node has done a step."""
+        beats = self.heartbeats.values()
+        return bool(beats) and all(beat is not None and beat.steps_done >= 1 for beat in beats)
+
+    def cpu_percent(self, pid: int) -> float:
+        return self._watch.cpu_percent(pid)
+
+    # ---- from start to end
+
+    async def run(self) -> LifeEnd:
+        """Starts the group and follows it to its end."""
+        for output in self._outputs:
+            output.open()
+        self.incarnation.start()
+        self._emit(
+            "incarnation_started",
+            incarnation=self.incarnation.number,
+            world_size=self.incarnation.num_ranks,
+            agent_pid=self.incarnation.agent_pid,
+        )
+        loop = asyncio.get_running_loop()
+        agent_fd = os.pidfd_open(self.incarnation.agent_pid)
+        loop.add_reader(agent_fd, self._woken.set)
+        try:
+            while not self.incarnation.has_ended:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._woken.wait(), POLL_S)
+                self._woken.clear()
+                if not self.incarnation.has_ended:
+                    await self._look(time.monotonic())
+            return self._end()
+        finally:
+            loop.remove_reader(agent_fd)
+            os.close(agent_fd)
+            self.incarnation.close()
+            for output in self._outputs:
+                output.close()
+            self._watch.close()
+            reap_orphans()
+
+    def _end(self) -> LifeEnd:
+        self.incarnation.kill()
+        for output in self._outputs:
+            output.close()  # the last words come before the verdict
+        self.heartbeats = self._watch.heartbeats()
+        self._on_look(self)
+        steps = {rank: beat.step for rank, beat in self.heartbeats.items() if beat is not None}
+        ends = self.incarnation.bad_ends(self._killed, steps)
+        reached = self.reached_step
+        return LifeEnd(
+            number=self.incarnation.number,
+            outcome=self.incarnation.outcome,
+            ends=tuple(ends),
+            reached_step=reached if reached is not None else max((end.step for end in ends), default=0),
+            began_step=reached is not None,
+            lived_s=time.monotonic() - self.started_s,
+        )
+
+    # ---- stopping
+
+    def ask_to_stop(self) -> None:
+        """Has the ranks finish their step, keep their state and end; asked again, not wait for storage."""
+        board = self.incarnation.board
+        if self._stop_asked_s is not None:
+            board.ask_to_hurry()
+            return
+        board.ask()
+        self._stop_asked_s = time.monotonic()
+
+    def kill(self) -> None:
+        """Ends all ranks at once."""
+        self.incarnation.kill()
+
+    def _enforce_stop(self, now_s: float) -> None:
+        """A stop that was asked for happens in time, whatever the ranks do."""
+        if self._stop_asked_s is None:
+            return
+        passed_s = now_s - self._stop_asked_s
+        timeout_s = stop_timeout_s(self._config)
+        if passed_s > min(self._config.checkpoint.preempt_deadline_s, timeout_s / 2):
+            self.incarnation.board.ask_to_hurry()
+        nothing_to_keep = self.reached_step is None and passed_s > START_GRACE_S
+        if passed_s > timeout_s or nothing_to_keep:
+            self.incarnation.kill()
+
+    # ---- watching
+
+    async def _look(self, now_s: float) -> None:
+        self._enforce_stop(now_s)
+        if now_s - self._read_at_s < READ_COST_S * self.incarnation.num_ranks:
+            return
+        self._read_at_s = now_s
+        self.heartbeats = self._watch.heartbeats()
+        seen = self._watch.seen(self.heartbeats)
+        self._times.observe(seen)
+        self._on_look(self)
+        if self._failing_since_s is None and self._somebody_left(seen, now_s):
+            self._failing_since_s = now_s
+        if self._failing_since_s is not None:
+            self._tear_down(seen, now_s)
+            return
+        if now_s >= self._look_again_s and self._judge(seen, now_s).is_over_limit:
+            await self._examine(seen)
+
+    def _judge(self, seen: list[RankSeen], now_s: float) -> Verdict:
+        return judge(
+            seen,
+            self._limits,
+            longest_step_s=self._times.longest_s,
+            now_s=now_s,
+            world_size=self.incarnation.num_ranks,
+        )
+
+    def _somebody_left(self, seen: list[RankSeen], now_s: float) -> bool:
+        """Whether a rank is gone before its end: the others have `teardown_timeout_s` from now on."""
+        if now_s - self._leave_checked_s < LEAVE_CHECK_S or now_s - min(s.moved_s for s in seen) < LEAVE_CHECK_S:
+            return False
+        self._leave_checked_s = now_s
+        return any(
+            has_left_early(beat, process_state(beat.pid, self.incarnation.agent_pid))
+            for beat in self.heartbeats.values()
+            if beat is not None
+        )
+
+    def _tear_down(self, seen: list[RankSeen], now_s: float) -> None:
+        """Ends the ranks that do not end by themselves once one has failed; one that writes a snapshot may finish."""
+        assert self._failing_since_s is not None
+        timeout_s = self._config.supervisor.teardown_timeout_s
+        passed_s = now_s - self._failing_since_s
+        if passed_s < timeout_s:
+            return
+        saving = False
+        for rank in seen:
+            beat = self.heartbeats[rank.rank]
+            within = now_s - rank.moved_s < limit_s(rank, self._limits, self._times.longest_s)
+            if rank.phase is Phase.SNAPSHOT and within:
+                saving = True
+            elif beat is not None and self.incarnation.is_rank(beat.pid):
+                self._end_process(beat.pid)
+        if not saving and passed_s > 2 * timeout_s:
+            self.incarnation.kill()
+
+    # ---- a hang
+
+    async def _examine(self, seen: list[RankSeen]) -> None:
+        """Somebody stands still for too long: takes evidence, finds the culprit, ends it."""
+        pids = self._pids()
+        looked = [self._with_process(rank, pids) for rank in seen]
+        main_threads = {rank: beat.main_thread for rank, beat in self.heartbeats.items() if beat is not None}
+        askable = {r.rank: pids[r.rank] for r in looked if r.process is ProcessState.RUNNING and r.rank in pids}
+        stacks = await take_stacks(self.incarnation.run_dir, askable, main_threads)
+        # The ranks may have moved while they were asked.
+        self.heartbeats = self._watch.heartbeats()
+        looked = [self._with_process(rank, pids) for rank in self._watch.seen(self.heartbeats)]
+        looked = [replace(r, in_collective=_in_collective(r, stacks)) for r in looked]
+        now_s = time.monotonic()
+        verdict = self._judge(looked, now_s)
+        if not verdict.culprits:
+            self._look_again_s = now_s + min(LOOK_AGAIN_S, min(v.limit_s for v in verdict.ranks) / 4)
+            return
+        loaders = await take_loader_stacks(self.incarnation.run_dir, askable)
+        self._open_incident(verdict, looked, stacks, loaders, pids)
+        for culprit in verdict.culprits:
+            self._kill_culprit(culprit, pids)
+        self._failing_since_s = now_s
+
+    def _pids(self) -> dict[int, int]:
+        """Processes of the ranks; of those without a heartbeat, the agent's children that say which rank they are."""
+        known = {rank: beat.pid for rank, beat in self.heartbeats.items() if beat is not None}
+        if len(known) < len(self.heartbeats):
+            known = {**self.incarnation.rank_pids(), **known}
+        return known
+
+    def _with_process(self, seen: RankSeen, pids: Mapping[int, int]) -> RankSeen:
+        if seen.rank not in pids:
+            return seen
+        return replace(seen, process=process_state(pids[seen.rank], self.incarnation.agent_pid))
+
+    def _open_incident(
+        self,
+        verdict: Verdict,
+        looked: list[RankSeen],
+        stacks: Mapping[int, Stacks],
+        loaders: Mapping[int, str],
+        pids: Mapping[int, int],
+    ) -> None:
+        self.incident = number = next_incident(self._state_dir)
+        first = verdict.culprits[0]
+        phases = {rank.rank: rank.phase.name.lower() if rank.phase is not None else "none" for rank in looked}
+        fields: dict[str, Any] = {
+            "incident": number,
+            "kind": "hang",
+            "incarnation": self.incarnation.number,
+            "ranks": [culprit.rank for culprit in verdict.culprits],
+            "phase": phases[first.rank],
+            "stood_still_s": round(first.stood_still_s, 3),
+            "limit_s": round(first.limit_s, 3),
+            "why": first.why,
+        }
+        ranks = [
+            {
+                "rank": v.rank,
+                "pid": pids.get(v.rank),
+                "health": v.health.value,
+                "why": v.why,
+                "phase": phases[v.rank],
+                "step": rank.step,
+                "stood_still_s": round(v.stood_still_s, 3),
+                "limit_s": round(v.limit_s, 3),
+                "process": rank.process.value,
+                "in_collective": rank.in_collective,
+                "stack": [f"{f.file}:{f.line} {f.function}" for f in stacks[v.rank].main] if v.rank in stacks else [],
+            }
+            for v, rank in zip(verdict.ranks, looked, strict=True)
+        ]
+        evidence = Evidence(
+            summary={**fields, "opened_at": time.time(), "everybody_waits": verdict.everybody_waits, "judged": ranks},
+            stacks={rank: stacks.get(rank, Stacks("", ())) for rank in phases},
+            loader_stacks=loaders,
+            pids=pids,
+            last_lines={i: list(output.last_lines) for i, output in enumerate(self._outputs)},
+        )
+        folder = evidence.write(self._state_dir, self.incarnation.run_dir, number)
+        self._emit("incident_opened", **fields, folder=str(folder))
+
+    def _kill_culprit(self, culprit: RankVerdict, pids: Mapping[int, int]) -> None:
+        """Ends the one that others wait for; their collectives fail then, and they end by themselves."""
+        beat = self.heartbeats.get(culprit.rank)
+        place = f"step {beat.step}, {beat.phase.name.lower()}" if beat is not None else "before its first heartbeat"
+        self._killed[culprit.rank] = f"{culprit.why} ({place}, for {culprit.stood_still_s:.1f} s)"
+        pid = pids.get(culprit.rank)
+        if pid is None:
+            # There is no such process: the agent itself has not got so far.
+            self.incarnation.kill()
+        elif self.incarnation.is_rank(pid):
+            self._end_process(pid)
+        self._emit("rank_killed", rank=culprit.rank, pid=pid, incarnation=self.incarnation.number)
+
+    def _end_process(self, pid: int) -> None:
+        send_signal(pid, signal.SIGCONT)
+        send_signal(pid, signal.SIGKILL)
+
+
+def _in_collective(seen: RankSeen, stacks: Mapping[int, Stacks]) -> bool | None:
+    found = stacks.get(seen.rank)
+    return is_in_collective(found.main, seen.phase) if found is not None else None

@@ -1,0 +1,501 @@
+"""The supervisor: starts worker groups one after the other, until the job is done, stopped, or leads nowhere.
+
+What it does next is decided in `core`: which state follows (`lifecycle`), whether to go on (`policy`), who hangs
+(`liveness`). This module carries the decisions out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from elastictrain import __version__
+from elastictrain.config.schema import JobConfig
+from elastictrain.core import lifecycle
+from elastictrain.core.lifecycle import State, Trigger
+from elastictrain.core.liveness import StepTimes
+from elastictrain.core.policy import Cause, CauseKind, Failure, Halt, classify, decide
+from elastictrain.errors import BusyError, ElasticTrainError, HaltError, IllegalTransitionError, StorageError
+from elastictrain.procs import adopt_orphans
+from elastictrain.supervisor.events import EventSink, NullSink
+from elastictrain.supervisor.incarnation import Incarnation, sweep
+from elastictrain.supervisor.life import Life, LifeEnd
+from elastictrain.supervisor.output import Event, Line
+from elastictrain.supervisor.settings import budget_of, samples_in_step
+from elastictrain.supervisor.view import RankView, RestartView, SupervisorView
+from elastictrain.supervisor.watch import NS_PER_S
+
+FORWARDED = frozenset({"restored", "progress", "snapshot_taken", "snapshot_durable", "evaluated"})
+"""Events of the ranks that are kept as they come."""
+SHOWN = {
+    "incident_opened": "error",
+    "rank_killed": "warning",
+    "incarnation_ended": "warning",
+    "restart_planned": "warning",
+    "halted": "error",
+    "drained": "info",
+    "stopped": "info",
+}
+"""Events of the supervisor that whoever watches the run should see, and how loud they are."""
+ASK_INTERVAL_S = 0.05
+_STAMPS = ("event", "level", "timestamp")
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How the supervisor ended.
+
+    Args:
+        state: COMPLETED, STOPPED, DRAINED or HALTED.
+        reason: in words.
+        outcome: what rank zero wrote last; None if it did not.
+        error: what to tell the caller, with its exit code, where the job was given up.
+    """
+
+    state: State
+    reason: str
+    outcome: dict[str, Any] | None
+    error: ElasticTrainError | None = None
+
+
+class Supervisor:
+    """Keeps a job running. Implements `commands.Commands`; all methods belong to the event loop that `run` runs in.
+
+    Args:
+        config: of the job.
+        prepare: lays out the next incarnation; called in a thread, for it may wait for storage.
+        state_dir: of the job.
+        sink: keeps events.
+        show: gets every line of the ranks, and what the supervisor has to say.
+        stay_up: after a halt or a drain, wait for `resume` or `stop` rather than end.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        prepare: Callable[[], Incarnation],
+        *,
+        state_dir: Path,
+        sink: EventSink | None = None,
+        show: Callable[[Line], None] = lambda _line: None,
+        stay_up: bool = False,
+    ) -> None:
+        self._config = config
+        self._prepare = prepare
+        self._state_dir = state_dir
+        self._sink: EventSink = sink if sink is not None else NullSink()
+        self._show = show
+        self._stay_up = stay_up
+        self._state = State.STARTING
+        self._reason = "the first worker group is being started"
+        self._life: Life | None = None
+        self._number = 0
+        self._times = StepTimes()
+        self._budget = budget_of(config)
+        self._failures: list[Failure] = []
+        self._restarts: list[RestartView] = []
+        self._outcome: dict[str, Any] | None = None
+        self._error: ElasticTrainError | None = None
+        self._restart_reason: str | None = None
+        self._changed = asyncio.Event()
+        self._num_signals = 0
+        self._started_s = time.monotonic()
+        self._started_at = time.time()
+        # Progress and what was lost of it.
+        self._furthest = -1
+        self._furthest_s = self._started_s
+        self._is_behind = False
+        self._lost_s = 0.0
+        # What the ranks have said.
+        self._said: dict[str, Any] = {}
+        self._devices: dict[int, str] = {}
+        self._durable_step = -1
+        self._snapshot_wanted = False
+        self._last_incident: int | None = None
+
+    # ---- from start to end
+
+    async def run(self) -> Ending:
+        """Runs the job to its end, as far as it goes.
+
+        Raises:
+            ElasticTrainError: not even the first worker group could be laid out.
+        """
+        adopt_orphans()
+        self._catch_signals()
+        sweep(self._state_dir)  # what a supervisor that was killed has left
+        self.emit("supervisor_started", pid=os.getpid(), version=__version__)
+        while self._state not in lifecycle.FINAL:
+            if self._state in (State.HALTED, State.DRAINED):
+                if not self._stay_up:
+                    break
+                await self._wait_for_change(None)
+            else:
+                await self._live_once()
+        return Ending(self._state, self._reason, self._outcome, self._error)
+
+    async def _live_once(self) -> None:
+        """One worker group, and what follows from its end."""
+        try:
+            incarnation = await asyncio.to_thread(self._prepare)
+        except ElasticTrainError as error:
+            if self._number == 0:
+                raise
+            self._failed(_cannot_prepare(error), None)
+            await self._pause()
+            return
+        if self._state not in lifecycle.RUNNING:  # told to stop meanwhile
+            incarnation.close()
+            self._ended_on_request(None)
+            return
+        self._number = incarnation.number
+        self._life = Life(
+            incarnation,
+            self._config,
+            self._times,
+            state_dir=self._state_dir,
+            on_line=self._on_line,
+            on_look=self._on_look,
+            emit=self.emit,
+        )
+        try:
+            end = await self._life.run()
+        finally:
+            self._last_incident = self._life.incident or self._last_incident
+            self._life = None
+        await self._after_life(end, incarnation)
+
+    async def _after_life(self, end: LifeEnd, incarnation: Incarnation) -> None:
+        outcome = end.outcome
+        if outcome is not None:
+            self._outcome = outcome
+        if outcome is not None and outcome["complete"]:
+            self._move(Trigger.GROUP_COMPLETED, "all steps are done")
+            self._emit_end(end, "complete", None)
+            self.emit("completed", global_step=end.reached_step)
+        elif self._state in lifecycle.ENDING:
+            self._emit_end(end, self._reason, None)
+            self._ended_on_request(outcome)
+        elif self._restart_reason is not None:
+            reason, self._restart_reason = self._restart_reason, None
+            self._emit_end(end, reason, None)
+            self.emit("restart_planned", delay_s=0.0, reason=reason)
+        elif outcome is not None:
+            self._emit_end(end, outcome["reason"], None)
+            self._move(Trigger.GROUP_ENDED, outcome["reason"])
+            self.emit("stopped", reason=outcome["reason"])
+        else:
+            cause = classify(end.ends)
+            for rank_end in end.ends:
+                if rank_end.rank is not None:
+                    self._emit_rank_failed(rank_end, cause)
+            self._emit_end(end, cause.what, cause)
+            self._failed(cause, end, [report.as_error() for report in incarnation.reports()])
+            await self._pause()
+
+    def _ended_on_request(self, outcome: dict[str, Any] | None) -> None:
+        reason = outcome["reason"] if outcome is not None else f"{self._reason}, before there was anything new to keep"
+        self._move(Trigger.GROUP_ENDED, reason)
+        self.emit("drained" if self._state is State.DRAINED else "stopped", reason=reason)
+
+    # ---- failures
+
+    def _failed(self, cause: Cause, end: LifeEnd | None, reports: list[ElasticTrainError] | None = None) -> None:
+        """Takes note of a failure and decides what follows."""
+        now_s = time.monotonic()
+        reached = end.reached_step if end is not None else max(self._furthest, 0)
+        before = self._failures[-1].reached_step if self._failures else -1
+        furthest_before = max((failure.reached_step for failure in self._failures), default=before)
+        self._failures.append(
+            Failure(
+                at_s=now_s,
+                reached_step=reached,
+                began_step=end is not None and end.began_step,
+                progressed=reached > furthest_before,
+                cause=cause,
+            )
+        )
+        self._restarts.append(
+            RestartView(
+                incarnation=self._number,
+                cause=cause.what,
+                kind=cause.kind.value,
+                global_step=reached,
+                lived_s=end.lived_s if end is not None else 0.0,
+                ended_at=time.time(),
+            )
+        )
+        self._is_behind = True
+        decision = decide(
+            self._failures,
+            self._budget,
+            now_s=now_s,
+            jitter=random.random(),
+            samples=self._samples_in_step(reached),
+        )
+        if isinstance(decision, Halt):
+            self._move(Trigger.GIVEN_UP, decision.reason)
+            self._error = HaltError(decision.reason, decision.hint)
+            if not cause.can_retry and reports:
+                self._error = reports[0]
+            self._error.exit_code = decision.exit_code
+            self.emit("halted", reason=decision.reason, hint=decision.hint)
+            return
+        self._move(Trigger.GROUP_FAILED, decision.reason)
+        self._delay_s = decision.delay_s
+        self.emit("restart_planned", delay_s=round(decision.delay_s, 3), reason=decision.reason)
+
+    async def _pause(self) -> None:
+        """Waits before the next worker group, unless told otherwise."""
+        if self._state is State.RECOVERING and self._delay_s > 0:
+            await self._wait_for_change(self._delay_s)
+        if self._state in lifecycle.ENDING:
+            self._ended_on_request(None)
+
+    def _samples_in_step(self, step: int) -> str:
+        """In words; empty while the ranks have not said how much data there is."""
+        if "samples" not in self._said:
+            return ""
+        return samples_in_step(
+            self._config,
+            step=step,
+            length=int(self._said["samples"]),
+            global_batch_size=int(self._said["global_batch_size"]),
+        )
+
+    # ---- states and events
+
+    def _move(self, trigger: Trigger, reason: str) -> None:
+        self._state = lifecycle.after(self._state, trigger)
+        self._reason = reason
+        self._changed.set()
+
+    async def _wait_for_change(self, timeout_s: float | None) -> None:
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+
+    def emit(self, kind: str, /, **fields: Any) -> None:
+        """Keeps an event, and shows it where it matters. A sink that fails costs the record, never the training."""
+        with contextlib.suppress(Exception):
+            self._sink.append(kind, fields)
+        if kind in SHOWN:
+            stamps = {
+                "event": kind,
+                "level": SHOWN[kind],
+                "timestamp": datetime.now(UTC).isoformat(),
+                "incarnation": self._number,
+            }
+            self._show(Event(kind, {**fields, **stamps}))
+
+    def _emit_end(self, end: LifeEnd, cause: str, classified: Cause | None) -> None:
+        fields = {
+            "incarnation": end.number,
+            "cause": cause,
+            "kind": classified.kind.value if classified is not None else "",
+            "global_step": end.reached_step,
+            "lived_s": round(end.lived_s, 3),
+        }
+        if classified is not None:
+            self.emit("incarnation_ended", **fields)
+        else:
+            with contextlib.suppress(Exception):
+                self._sink.append("incarnation_ended", fields)  # nothing to worry about: not shown
+
+    def _emit_rank_failed(self, rank_end: Any, cause: Cause) -> None:
+        words = classify([rank_end])
+        self.emit(
+            "rank_failed",
+            rank=rank_end.rank,
+            cause=words.kind.value,
+            exit_code=rank_end.exit_code,
+            step=rank_end.step,
+            what=words.what,
+            is_first_cause=rank_end.rank == cause.rank,
+            incarnation=self._number,
+        )
+
+    def _on_line(self, line: Line) -> None:
+        """A line of a rank: shown, and, where it is an event, taken note of."""
+        self._show(line)
+        if not isinstance(line, Event):
+            return
+        fields = line.fields
+        match line.name:
+            case "training_started":
+                self._said |= fields
+                with contextlib.suppress(KeyError, TypeError, ValueError):
+                    self._devices[int(fields["rank"])] = str(fields["device"])
+            case "snapshot_durable":
+                with contextlib.suppress(KeyError, TypeError, ValueError):
+                    self._durable_step = max(self._durable_step, int(fields["at_step"]))
+            case "snapshot_left_out" | "snapshot_failed" if self._snapshot_wanted and self._life is not None:
+                self._life.incarnation.board.ask_for_snapshot()
+        if line.name in FORWARDED:
+            with contextlib.suppress(Exception):
+                self._sink.append(line.name, {key: value for key, value in fields.items() if key not in _STAMPS})
+
+    def _on_look(self, life: Life) -> None:
+        """The ranks' records were read."""
+        reached, now_s = life.reached_step, time.monotonic()
+        if life.all_train and self._state in (State.STARTING, State.RECOVERING) and self._restart_reason is None:
+            self._move(Trigger.RANKS_TRAINED, "all ranks train")
+            self.emit("ranks_training", incarnation=self._number, global_step=reached)
+        if reached is not None and reached > self._furthest:
+            if self._is_behind:
+                self._lost_s += now_s - self._furthest_s
+                self._is_behind = False
+            self._furthest, self._furthest_s = reached, now_s
+
+    # ---- signals
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, self._on_signal, signum)
+
+    def _on_signal(self, signum: int) -> None:
+        """The first asks to stop, the second not to wait for storage, a third Ctrl-C ends the ranks at once."""
+        self._num_signals += 1
+        self._stop(f"asked to stop by {signal.Signals(signum).name}")
+        if signum == signal.SIGINT and self._num_signals >= 3 and self._life is not None:
+            self._life.kill()
+
+    # ---- commands
+
+    def _stop(self, reason: str) -> None:
+        if self._state in lifecycle.FINAL:
+            return
+        already = self._state is State.STOPPING
+        self._move(Trigger.STOP_ASKED, self._reason if already else reason)
+        if self._state is State.STOPPED:
+            self._error = None
+            self.emit("stopped", reason=reason)
+        if self._life is not None:
+            self._life.ask_to_stop()
+
+    async def stop(self, reason: str) -> None:
+        self._stop(reason)
+
+    async def checkpoint(self, timeout_s: float) -> int:
+        life = self._life
+        if life is None or self._state is not State.TRAINING or life.reached_step is None:
+            raise BusyError(f"no snapshot can be taken: the job is {self._state}", "Try again once it trains.")
+        wanted = life.reached_step
+        deadline_s = time.monotonic() + timeout_s
+        self._snapshot_wanted = True
+        life.incarnation.board.ask_for_snapshot()
+        try:
+            while self._durable_step < wanted:
+                if time.monotonic() > deadline_s or self._life is not life:
+                    raise StorageError(
+                        f"no snapshot of step {wanted} or later was durable within {timeout_s:g} s",
+                        "The job goes on; look at the store, and at `elastictrain status`.",
+                    )
+                await asyncio.sleep(ASK_INTERVAL_S)
+        finally:
+            self._snapshot_wanted = False
+        return self._durable_step
+
+    async def drain(self) -> None:
+        before = self._state
+        self._move(Trigger.DRAIN_ASKED, "asked to drain")
+        if self._life is not None and before is not State.DRAINING:
+            self._life.ask_to_stop()
+        while self._state is State.DRAINING:
+            await self._wait_for_change(ASK_INTERVAL_S)
+
+    async def resume(self) -> None:
+        self._move(Trigger.RESUME_ASKED, "asked to resume")
+        self._failures.clear()
+        self._error = None
+
+    async def restart(self, reason: str) -> None:
+        if self._life is None or self._state not in lifecycle.RUNNING:
+            raise IllegalTransitionError(
+                f"there is no worker group to restart: the job is {self._state}", "Use `elastictrain resume`."
+            )
+        self._restart_reason = reason
+        self._is_behind = True
+        self._move(Trigger.RESTART_ASKED, reason)
+        self._life.ask_to_stop()
+
+    # ---- what is shown
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    def view(self, now_s: float) -> SupervisorView:
+        """The present moment.
+
+        Args:
+            now_s: of `time.monotonic`.
+        """
+        life = self._life
+        ranks = tuple(self._rank_views(life, now_s)) if life is not None else ()
+        max_steps = self._said.get("max_steps")
+        return SupervisorView(
+            job=self._config.name,
+            state=self._state,
+            reason=self._reason,
+            global_step=max((rank.step for rank in ranks), default=max(self._furthest, 0)),
+            max_steps=int(max_steps) if max_steps is not None else self._config.train.max_steps,
+            incarnation=self._number,
+            world_size=int(self._said.get("world_size", self._config.elastic.nproc_per_node)),
+            ranks=ranks,
+            restarts=tuple(self._restarts),
+            lost_s=self._lost_s + (now_s - self._furthest_s if self._is_behind else 0.0),
+            started_at=self._started_at,
+            uptime_s=now_s - self._started_s,
+            pid=os.getpid(),
+            last_incident=life.incident or self._last_incident if life is not None else self._last_incident,
+        )
+
+    def _rank_views(self, life: Life, now_s: float) -> list[RankView]:
+        host = socket.gethostname()
+        views = []
+        for rank, beat in life.heartbeats.items():
+            if beat is None:
+                views.append(RankView(rank, None, host, "none", now_s - life.started_s, 0, None, 0.0, 0, ""))
+                continue
+            views.append(
+                RankView(
+                    rank=rank,
+                    pid=beat.pid,
+                    host=host,
+                    phase=beat.phase.name.lower(),
+                    phase_s=max(0.0, now_s - beat.phase_since_ns / NS_PER_S),
+                    step=beat.step,
+                    heartbeat_age_s=max(0.0, now_s - max(beat.tick_ns, beat.moved_ns) / NS_PER_S),
+                    cpu_percent=life.cpu_percent(beat.pid),
+                    memory_bytes=beat.memory_bytes,
+                    device=self._devices.get(rank, ""),
+                    microbatch=beat.microbatch,
+                    device_bytes=beat.device_bytes,
+                    loss=beat.loss,
+                )
+            )
+        return views
+
+
+def as_plain(view: SupervisorView) -> dict[str, Any]:
+    """A view as plain data, for JSON."""
+    return {**asdict(view), "state": view.state.value}
+
+
+def _cannot_prepare(error: ElasticTrainError) -> Cause:
+    """The next worker group could not be laid out: storage may come back, a mistake will not go away."""
+    can_retry = isinstance(error, StorageError | BusyError)
+    kind = CauseKind.STORAGE if can_retry else CauseKind.MISTAKE
+    return Cause(kind, error.what, error.hint, can_retry=can_retry, exit_code=error.exit_code)

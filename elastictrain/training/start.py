@@ -1,0 +1,56 @@
+"""The first thing a rank does: `python -m elastictrain.training.start`, run by the agent.
+
+Whatever may hang from here on, the import of torch included, is watched: the rank has a heartbeat, its stacks can be
+asked for, and what it prints arrives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from elastictrain.heartbeat import my_heartbeat
+from elastictrain.procs import die_with_parent
+from elastictrain.protocol import ENV_RUN_DIR, output_pipe, stacks_path
+
+_stacks: list[TextIO] = []
+"""The open file that stacks go to; faulthandler keeps only its descriptor."""
+
+
+def main() -> int:
+    """Runs one rank; returns its exit code."""
+    die_with_parent(os.getppid())
+    run_dir = Path(os.environ[ENV_RUN_DIR])
+    _print_into(output_pipe(run_dir, int(os.environ.get("LOCAL_RANK", "0"))))
+    be_watched(run_dir)
+    from elastictrain.training import worker  # imports torch
+
+    return worker.main()
+
+
+def _print_into(pipe: Path) -> None:
+    """Sends what this process prints to the supervisor; without a pipe it goes where the agent's goes."""
+    with contextlib.suppress(OSError):
+        fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)  # nobody reads: an error, rather than a wait
+        os.set_blocking(fd, True)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+        os.close(fd)
+
+
+def be_watched(run_dir: Path) -> None:
+    """Makes the heartbeat, and has SIGUSR1 write all stacks into the incarnation's folder. Idempotent."""
+    my_heartbeat()
+    if not _stacks:
+        _stacks.append(stacks_path(run_dir, int(os.environ.get("RANK", "0"))).open("a"))
+        # From C, without the interpreter lock: it works in a rank that is blocked in a collective, or holds the lock.
+        faulthandler.register(signal.SIGUSR1, file=_stacks[0], all_threads=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

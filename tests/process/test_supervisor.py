@@ -1,0 +1,342 @@
+"""Jobs that come to grief, as a user runs them: the culprit is found and named, and the job ends as if nothing was."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from elastictrain.protocol import ENV_RUN_DIR
+from tests.process.faulty import GLOBAL_BATCH
+from tests.process.helpers import (
+    Finished,
+    all_gone,
+    descendants,
+    read_json_lines,
+    run_cli,
+    start_cli,
+    train,
+    wait_until,
+    write_job,
+)
+
+STEPS = 12
+RUN_DEADLINE_S = 240.0
+Fault = tuple[str, str, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A run of the faulty task, at its end."""
+
+    finished: Finished
+    state: Path
+
+    def kept(self, kind: str) -> list[dict[str, Any]]:
+        """The supervisor's own events."""
+        return [line for line in read_json_lines(self.state / "events.jsonl") if line["event"] == kind]
+
+    @property
+    def causes(self) -> list[str]:
+        return [event["cause"] for event in self.kept("incarnation_ended")]
+
+    @property
+    def digest(self) -> str:
+        return digest(self.state)
+
+    def stacks(self, incident: int, rank: int) -> str:
+        return (self.state / "incidents" / f"{incident:04d}" / f"stacks-{rank}.txt").read_text()
+
+
+def digest(state: Path) -> str:
+    """Of the weights in the newest snapshot."""
+    newest = max(state.glob("snapshots/**/manifest.json"), key=lambda path: json.loads(path.read_text())["global_step"])
+    manifest = json.loads(newest.read_text())
+    assert manifest["global_step"] == STEPS
+    return str(manifest["model_digest"])
+
+
+def write_faulty(
+    folder: Path, faults: Sequence[Fault] = (), *, params: dict[str, Any] | None = None, **job: Any
+) -> Path:
+    """The job of the faulty task: two ranks, two microbatches each, a snapshot after every other step."""
+    train_section = {"max_steps": STEPS, "global_batch_size": GLOBAL_BATCH, "micro_batch_size": 1}
+    return write_job(
+        folder,
+        "tests.process.faulty:Task",
+        params={"faults": [list(fault) for fault in faults], "marks": str(folder), **(params or {})},
+        train={**train_section, **job.pop("train", {})},
+        data={"shuffle": False, **job.pop("data", {})},
+        checkpoint={"every_steps": 2, **job.pop("checkpoint", {})},
+        elastic={"nproc_per_node": 2, **job.pop("elastic", {})},
+        supervisor={
+            "min_step_timeout_s": 3.0,
+            "teardown_timeout_s": 3.0,
+            "backoff_s": 0.1,
+            **job.pop("supervisor", {}),
+        },
+        **job,
+    )
+
+
+def run_faulty(folder: Path, faults: Sequence[Fault], **job: Any) -> Ran:
+    path = write_faulty(folder, faults, **job)
+    finished = run_cli("run", path, "--state-dir", folder / "state", "--output", "json", deadline_s=RUN_DEADLINE_S)
+    return Ran(finished, folder / "state")
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the same job when nothing happens."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    write_faulty(folder)
+    trained = train(folder, world_size=2)
+    return digest(trained.state_dir)
+
+
+def check_recovered(ran: Ran, undisturbed: str, num_failures: int) -> None:
+    assert ran.finished.code == 0, ran.finished.stdout + ran.finished.stderr
+    assert len(ran.causes) == num_failures + 1, ran.causes
+    assert ran.causes[-1] == "complete"
+    assert ran.digest == undisturbed, "the weights are not those of the undisturbed run"
+
+
+# ---- crashes and hangs in training
+
+
+def test_one_thing_after_another(tmp_path: Path, undisturbed: str) -> None:
+    """A rank is killed, one is stopped, one sleeps, one holds the interpreter lock: blamed one by one, and got over."""
+    faults = [
+        ("loss", "kill", 1, 3),
+        ("loss", "stop", 1, 5),
+        ("loss", "sleep", 0, 7),
+        ("loss", "lock", 1, 9),
+    ]
+    ran = run_faulty(tmp_path, faults)
+    check_recovered(ran, undisturbed, len(faults))
+    killed, stopped, slept, locked, _ = ran.causes
+    assert "rank 1 was ended by SIGKILL" in killed
+    assert "rank 1 hung: its process is stopped" in stopped
+    assert "rank 0 hung: it stands still in forward" in slept
+    assert "rank 1 hung: it holds the interpreter lock" in locked
+    incidents = ran.kept("incident_opened")
+    assert [incident["ranks"] for incident in incidents] == [[1], [0], [1]]
+    assert all(incident["stood_still_s"] - incident["limit_s"] < 2.0 for incident in incidents), incidents
+    assert [event["rank"] for event in ran.kept("rank_killed")] == [1, 0, 1]
+    assert "faulty.py" in ran.stacks(2, 0)
+    assert "strike" in ran.stacks(2, 0)
+    assert "_engine_run_backward" in ran.stacks(2, 1), "the one that waits"
+    assert "strike" in ran.stacks(3, 1), "also from a rank that holds the lock"
+    judged = json.loads((tmp_path / "state/incidents/0001/incident.json").read_text())
+    assert [rank["process"] for rank in judged["judged"]] == ["running", "stopped"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (("loss", "segv", 1, 3), "rank 1 was ended by SIGSEGV"),
+        (("loss", "exit", 0, 3), "rank 0 ended with exit code 3, without a report"),
+        (("loss", "raise", 1, 3), "rank 1, step 3: RuntimeError: struck"),
+        (("item", "sleep", 1, 4), "rank 1 hung: it stands still in data"),
+        (("loss", "barrier", 0, 4), "rank 1 hung: it waits in another collective"),
+    ],
+    ids=["segfault", "exit", "exception", "stuck dataset", "skipped collective"],
+)
+def test_each_alone(tmp_path: Path, undisturbed: str, fault: Fault, says: str) -> None:
+    ran = run_faulty(tmp_path, [fault])
+    check_recovered(ran, undisturbed, 1)
+    assert says in ran.causes[0]
+
+
+@pytest.mark.long
+def test_a_stuck_loader_process(tmp_path: Path, undisturbed: str) -> None:
+    ran = run_faulty(tmp_path, [("item", "sleep", 1, 6)], data={"num_workers": 1})
+    check_recovered(ran, undisturbed, 1)
+    assert "rank 1 hung: it stands still in data" in ran.causes[0]
+    assert "its loader processes" in ran.stacks(1, 1)
+    assert "strike" in ran.stacks(1, 1)
+
+
+@pytest.mark.long
+def test_all_ranks_blocked(tmp_path: Path, undisturbed: str) -> None:
+    ran = run_faulty(tmp_path, [("loss", "sleep", 0, 4), ("loss", "sleep", 1, 4)])
+    check_recovered(ran, undisturbed, 1)
+    assert ran.kept("incident_opened")[0]["ranks"] == [0, 1]
+
+
+# ---- at the edges of a life
+
+
+@pytest.mark.long
+def test_a_hang_in_evaluation(tmp_path: Path, undisturbed: str) -> None:
+    ran = run_faulty(
+        tmp_path,
+        [("metrics", "sleep", 1, 0)],
+        params={"eval_length": 4},
+        eval={"every_steps": 6},
+        supervisor={"eval_timeout_s": 3.0},
+    )
+    check_recovered(ran, undisturbed, 1)
+    assert "rank 1 hung: it stands still in eval" in ran.causes[0]
+
+
+@pytest.mark.long
+def test_a_hang_at_exit_does_not_undo_a_complete_run(tmp_path: Path, undisturbed: str) -> None:
+    ran = run_faulty(tmp_path, [("atexit", "sleep", 1, 0)], supervisor={"exit_timeout_s": 3.0})
+    check_recovered(ran, undisturbed, 0)
+    assert ran.kept("incident_opened")[0]["ranks"] == [1]
+    assert ran.kept("incident_opened")[0]["phase"] == "exit"
+
+
+@pytest.mark.long
+def test_a_hang_before_the_first_step(tmp_path: Path, undisturbed: str) -> None:
+    """Rank 1 stands still in model(); rank 0 waits for it in the setup of DistributedDataParallel."""
+    ran = run_faulty(tmp_path, [("model", "sleep", 1, 0)], supervisor={"startup_timeout_s": 25.0})
+    check_recovered(ran, undisturbed, 1)
+    assert "rank 1 hung: it stands still in init" in ran.causes[0]
+
+
+@pytest.mark.long
+def test_a_hang_before_the_first_heartbeat(tmp_path: Path, undisturbed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 does not even get as far as our code."""
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook" / "sitecustomize.py").write_text(
+        "import os, pathlib, time\n"
+        f"mark = pathlib.Path({str(tmp_path / 'struck')!r})\n"
+        "if os.environ.get('RANK') == '1' and not mark.exists():\n"
+        "    mark.touch()\n"
+        "    time.sleep(10**6)\n"
+    )
+    path = write_faulty(tmp_path, supervisor={"startup_timeout_s": 25.0})
+    monkeypatch.setenv("PYTHONSTARTUP", "")
+    code = (
+        "import os, sys; os.environ['PYTHONPATH'] += os.pathsep + sys.argv.pop(1);"
+        "from elastictrain.cli.main import main; main()"
+    )
+    command = [os.sys.executable, "-c", code, str(tmp_path / "hook"), "run", str(path)]  # type: ignore[attr-defined]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [*command, "--state-dir", str(tmp_path / "state"), "--output", "json"],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=RUN_DEADLINE_S,
+        check=False,
+    )
+    ran = Ran(Finished(done.returncode, done.stdout, done.stderr), tmp_path / "state")
+    check_recovered(ran, undisturbed, 1)
+    assert "rank 1 hung: it has sent no heartbeat" in ran.causes[0]
+
+
+# ---- what is no hang
+
+
+@pytest.mark.long
+def test_slow_is_not_hung(tmp_path: Path, undisturbed: str) -> None:
+    """One slow step under the floor, and an evaluation that takes longer than its limit but gets on."""
+    ran = run_faulty(
+        tmp_path,
+        [("loss", "slow", 1, 5), ("metrics", "slow", 0, 0), ("metrics", "slow", 0, 1), ("metrics", "slow", 0, 2)],
+        params={"eval_length": 8},
+        eval={"micro_batch_size": 1},
+        supervisor={"eval_timeout_s": 3.0},
+    )
+    check_recovered(ran, undisturbed, 0)
+    assert not ran.kept("incident_opened")
+
+
+# ---- giving up
+
+
+def test_a_step_that_always_fails_halts_the_job(tmp_path: Path) -> None:
+    """Three times the same step: it is the step. What it holds is said, the state is kept."""
+    ran = run_faulty(tmp_path, [("loss", "raise", 1, 5)], params={"always": True})
+    assert ran.finished.code == 79, ran.finished.stderr
+    assert "step 6 fails: 3 times in a row" in ran.finished.stderr
+    assert "RuntimeError: struck" in ran.finished.stderr
+    assert "samples 20, 21, 22, 23 (epoch 0)" in ran.finished.stderr
+    assert "Traceback (most recent call last)" not in ran.finished.stderr.split("task.py")[0]
+    assert len(ran.causes) == 3
+    assert ran.kept("halted")
+    steps = [json.loads(p.read_text())["global_step"] for p in (tmp_path / "state").glob("snapshots/**/manifest.json")]
+    assert max(steps) == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("supervisor.step_timeout_s=700", "step_timeout_s = 700 is not below elastic.process_group_timeout_s = 600"),
+        ("elastic.rendezvous_timeout_s=500", "rendezvous_timeout_s = 500 is not above"),
+    ],
+)
+def test_timeouts_in_the_wrong_order_are_refused(tmp_path: Path, override: str, says: str) -> None:
+    refused = run_cli("run", write_faulty(tmp_path), "--state-dir", tmp_path / "state", "--set", override)
+    assert refused.code == 78
+    assert says in refused.stderr
+
+
+# ---- nothing outlives
+
+
+def ours(state: Path) -> list[psutil.Process]:
+    """Processes of the job, wherever they hang in the tree, but for a persister."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            run_dir = process.environ().get(ENV_RUN_DIR, "")
+            if run_dir.startswith(str(state)) and "elastictrain.checkpoint.persister" not in process.cmdline():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def trains(state: Path) -> bool:
+    return any(line["event"] == "ranks_training" for line in read_json_lines(state / "events.jsonl"))
+
+
+@pytest.mark.parametrize("victim", ["supervisor", "agent"])
+def test_nothing_outlives(tmp_path: Path, victim: str) -> None:
+    """kill -9: with the supervisor everything ends; without its agent the group is replaced."""
+    state = tmp_path / "state"
+    path = write_faulty(tmp_path, params={"pause_s": 0.05}, train={"max_steps": 10**6}, data={"num_workers": 1})
+    with start_cli("run", path, "--state-dir", state, "--output", "json") as process:
+        assert process.stdout is not None
+        wait_until(lambda: trains(state))
+        group = ours(state)
+        assert len(group) == 4, "two ranks, a loader process each"
+        (agent,) = [p for p in descendants(process.pid) if "elastictrain.training.agent" in p.cmdline()]
+        (process if victim == "supervisor" else agent).kill()
+        wait_until(lambda: all_gone(group), 10.0)
+        if victim == "agent":
+            wait_until(lambda: len(ours(state)) == 4 and not set(group) & set(ours(state)))
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        wait_until(lambda: not ours(state), 10.0)
+
+
+@pytest.mark.long
+def test_a_stop_is_in_time_even_if_a_rank_hangs(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    path = write_faulty(
+        tmp_path,
+        [("loss", "sleep", 1, 5)],
+        supervisor={"min_step_timeout_s": 60.0, "stop_timeout_s": 4.0},
+    )
+    with start_cli("run", path, "--state-dir", state, "--output", "json") as process:
+        wait_until((tmp_path / "struck-0-sleep").exists)
+        began_s = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert time.monotonic() - began_s < 8.0
+        wait_until(lambda: not ours(state), 10.0)
