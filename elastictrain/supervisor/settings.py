@@ -67,6 +67,6 @@ def samples_in_step(config: JobConfig, *, step: int, length: int, global_batch_s
         position = epochs * length + place * global_batch_size
     window = plan.window_at(position)
     indices = sample_list(config.seed, window.start, window.stop, length, shuffle=config.data.shuffle)
-    named = ", ".join(str(index) for _, index in indices[:NUM_SAMPLES_NAMED])
+    named = ", ".join(str(index) for _, index, _ in indices[:NUM_SAMPLES_NAMED])
     more = f" and {len(indices) - NUM_SAMPLES_NAMED} more" if len(indices) > NUM_SAMPLES_NAMED else ""
     return f"samples {named}{more} (epoch {indices[0][0]})"

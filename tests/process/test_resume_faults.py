@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from elastictrain.checkpoint.faults import ENV_FAULT, POINTS
-from elastictrain.checkpoint.memory_tier import MemoryTier, verify_memory
+from elastictrain.checkpoint.memory_snapshot import verify_memory
+from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.store import open_store
 from elastictrain.cli.state_dir import StartOptions
 from tests.process.helpers import Trained, wait_until
