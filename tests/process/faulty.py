@@ -39,8 +39,10 @@ def strike(kind: str) -> None:
             time.sleep(FOREVER_S)
         case "slow":
             time.sleep(1.5)
-        case "lock":  # PyDLL keeps the interpreter lock
-            ctypes.PyDLL(None).sleep(FOREVER_S)
+        case "lock":  # PyDLL keeps the interpreter lock; a mutex, unlike a sleep, is not woken by a signal
+            mutex = ctypes.create_string_buffer(64)
+            for _ in range(2):
+                ctypes.PyDLL(None).pthread_mutex_lock(mutex)
         case "segv":
             ctypes.string_at(0)
         case "raise":
