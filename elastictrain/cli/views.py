@@ -44,7 +44,10 @@ class View(Protocol):
 class JsonView:
     """Passes events through; prints of the user become events."""
 
-    def __init__(self, log_printed: Callable[[str], None], log_summary: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, log_printed: Callable[[str, int], None], log_summary: Callable[[dict[str, Any]], None], incarnation: int
+    ) -> None:
+        self._incarnation = incarnation
         self._log_printed = log_printed
         self._log_summary = log_summary
 
@@ -58,10 +61,11 @@ class JsonView:
         if isinstance(line, Event):
             import json
 
+            self._incarnation = line.fields.get("incarnation", self._incarnation)
             sys.stdout.write(json.dumps(finite(line.fields)) + "\n")
             sys.stdout.flush()
         else:
-            self._log_printed(line.text)
+            self._log_printed(line.text, self._incarnation)
 
     def summary(self, outcome: dict[str, Any], state_dir: str) -> None:
         self._log_summary(finite({**outcome["summary"], "state_dir": state_dir}))

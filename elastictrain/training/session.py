@@ -141,10 +141,11 @@ class Session:
         if self._heartbeat is not None:
             self._heartbeat.beat(number)
 
-    def tell_loss(self, loss: float) -> None:
-        """Shows the last known loss in the heartbeat."""
+    def tell(self, loss: float, device_bytes: int = 0) -> None:
+        """Shows the last known loss, and the memory used on the device, in the heartbeat."""
         if self._heartbeat is not None:
             self._heartbeat.tell_loss(loss)
+            self._heartbeat.device_bytes = device_bytes
 
     def take_phase_times(self) -> list[float]:
         """Seconds spent in each phase since the last call, indexed by `Phase`; the present one up to now."""
