@@ -49,6 +49,8 @@ def strike(kind: str) -> None:
             raise RuntimeError("struck")
         case "exit":
             os._exit(3)
+        case "reduce":
+            dist.all_reduce(torch.ones(10))
         case "barrier":  # the other rank leaves it out
             dist.barrier()
         case _:

@@ -181,6 +181,13 @@ def test_all_ranks_blocked(tmp_path: Path, undisturbed: str) -> None:
     assert ran.kept("incident_opened")[0]["ranks"] == [0, 1]
 
 
+@pytest.mark.long
+def test_collectives_that_do_not_match(tmp_path: Path, undisturbed: str) -> None:
+    """gloo fails in some of these, and hangs in others; either way the job goes on."""
+    ran = run_faulty(tmp_path, [("loss", "barrier", 0, 4), ("loss", "reduce", 1, 4)])
+    check_recovered(ran, undisturbed, 1)
+
+
 # ---- at the edges of a life
 
 

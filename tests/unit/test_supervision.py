@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from elastictrain.config.schema import JobConfig
 from elastictrain.core import lifecycle
 from elastictrain.core.lifecycle import State, Trigger
 from elastictrain.core.liveness import (
@@ -23,6 +25,7 @@ from elastictrain.core.liveness import (
     judge,
     step_limit_s,
 )
+from elastictrain.core.order import sample_list
 from elastictrain.core.phases import Phase
 from elastictrain.core.policy import (
     Budget,
@@ -36,7 +39,9 @@ from elastictrain.core.policy import (
     classify,
     decide,
 )
+from elastictrain.core.window import EpochTail, WindowPlan
 from elastictrain.errors import IllegalTransitionError
+from elastictrain.supervisor.settings import limits_of, samples_in_step
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -327,3 +332,48 @@ def test_the_first_cause_comes_before_its_consequences() -> None:
     for first in (RankEnd(1, -9), RankEnd(1, -9, killed_as_hung="hung"), RankEnd(1, 70, "TaskError", "x")):
         assert classify([consequence, terminated, first]).rank == 1
     assert classify([]).kind is CauseKind.AGENT
+
+
+# ---- settings
+
+
+def job(**sections: object) -> JobConfig:
+    return JobConfig.model_validate(
+        {
+            "name": "job",
+            "task": "task:MyTask",
+            "train": {"max_steps": 9, "global_batch_size": 4, "micro_batch_size": 2},
+            **sections,
+        }
+    )
+
+
+@given(st.floats(0.5, 1e5))
+def test_every_limit_is_below_the_timeout_of_collectives(collective_s: float) -> None:
+    config = job(elastic={"process_group_timeout_s": collective_s})
+    limits = limits_of(config)
+    for limit in (limits.startup_s, limits.min_step_s, limits.max_step_s, limits.eval_s, limits.snapshot_s):
+        assert 0 < limit < collective_s
+    assert config.elastic.join_timeout_s > collective_s
+
+
+@pytest.mark.parametrize("name", ["startup_timeout_s", "step_timeout_s", "eval_timeout_s", "snapshot_timeout_s"])
+def test_limits_in_the_wrong_order_are_refused(name: str) -> None:
+    with pytest.raises(ValidationError, match=f"supervisor.{name} = 60 is not below"):
+        job(supervisor={name: 60}, elastic={"process_group_timeout_s": 60})
+
+
+@given(st.integers(5, 40), st.sampled_from(list(EpochTail)), st.integers(0, 30), st.booleans())
+def test_the_samples_of_a_step_are_those_that_it_trains_on(
+    length: int, tail: EpochTail, step: int, shuffle: bool
+) -> None:
+    """As a loop that walks there finds them."""
+    config = job(data={"epoch_tail": tail.value, "shuffle": shuffle}, seed=3)
+    plan = WindowPlan(length, 4, 2, tail)
+    position = 0
+    for _ in range(step):
+        position = plan.window_at(position).stop
+    window = plan.window_at(position)
+    expected = sample_list(3, window.start, window.stop, length, shuffle=shuffle)
+    words = samples_in_step(config, step=step, length=length, global_batch_size=4)
+    assert words == f"samples {', '.join(str(i) for _, i in expected)} (epoch {expected[0][0]})"
