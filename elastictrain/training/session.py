@@ -92,6 +92,7 @@ class Session:
         self._phase = Phase.INIT
         self._since_s = perf_counter()
         self._phase_s = [0.0] * len(Phase)
+        self.beat()
 
     def resume(self, counters: Counters) -> None:
         """Goes on from a snapshot's counters; before the first step only."""

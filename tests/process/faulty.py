@@ -89,7 +89,7 @@ class Data(Dataset[dict[str, Any]]):
 
 
 class Task:
-    """Places: model, item, loss, metrics, atexit.
+    """Places: model, item, loss, state (in a snapshot), metrics, eval item, atexit.
 
     Args:
         faults: see `Faults`.
@@ -126,6 +126,13 @@ class Task:
         time.sleep(self.pause_s)
         self.faults.at("loss", int(batch["index"][0]) // GLOBAL_BATCH)
         return F.mse_loss(model(batch["x"]).squeeze(1), batch["y"])
+
+    def state_dict(self) -> dict[str, Any]:
+        self.faults.at("state")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state
 
     def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         self.faults.at("metrics")

@@ -205,6 +205,14 @@ def test_a_hang_in_evaluation(tmp_path: Path, undisturbed: str) -> None:
 
 
 @pytest.mark.long
+def test_a_hang_in_a_snapshot(tmp_path: Path, undisturbed: str) -> None:
+    """Rank 0 stands still in it; rank 1 waits in the next reduction, for longer than a step may take."""
+    ran = run_faulty(tmp_path, [("state", "sleep", 0, 0)], supervisor={"snapshot_timeout_s": 6.0})
+    check_recovered(ran, undisturbed, 1)
+    assert "rank 0 hung: it stands still in snapshot" in ran.causes[0]
+
+
+@pytest.mark.long
 def test_a_hang_at_exit_does_not_undo_a_complete_run(tmp_path: Path, undisturbed: str) -> None:
     ran = run_faulty(tmp_path, [("atexit", "sleep", 1, 0)], supervisor={"exit_timeout_s": 3.0})
     check_recovered(ran, undisturbed, 0)
@@ -215,7 +223,7 @@ def test_a_hang_at_exit_does_not_undo_a_complete_run(tmp_path: Path, undisturbed
 @pytest.mark.long
 def test_a_hang_before_the_first_step(tmp_path: Path, undisturbed: str) -> None:
     """Rank 1 stands still in model(); rank 0 waits for it in the setup of DistributedDataParallel."""
-    ran = run_faulty(tmp_path, [("model", "sleep", 1, 0)], supervisor={"startup_timeout_s": 25.0})
+    ran = run_faulty(tmp_path, [("model", "sleep", 1, 0)], supervisor={"startup_timeout_s": 30.0})
     check_recovered(ran, undisturbed, 1)
     assert "rank 1 hung: it stands still in init" in ran.causes[0]
 
@@ -231,7 +239,7 @@ def test_a_hang_before_the_first_heartbeat(tmp_path: Path, undisturbed: str) -> 
         "    mark.touch()\n"
         "    time.sleep(10**6)\n"
     )
-    path = write_faulty(tmp_path, supervisor={"startup_timeout_s": 25.0})
+    path = write_faulty(tmp_path, supervisor={"startup_timeout_s": 40.0})
     code = (
         "import os, sys; os.environ['PYTHONPATH'] += os.pathsep + sys.argv.pop(1);"
         "from elastictrain.cli.main import main; main()"
