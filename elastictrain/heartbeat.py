@@ -1,11 +1,12 @@
 """A rank's heartbeat: a small memory-mapped record that says what the rank does, written by it, read by the supervisor.
 
-    runs/0001/heartbeat-<rank>      256 bytes, little-endian; one writer: that rank
+    runs/0001/heartbeat-<rank>      256 bytes, in the machine's byte order; one writer: that rank
 
 | offset | what | written |
 |---|---|---|
-| 0 | magic, version, rank, local rank, incarnation, pid, thread id of the main thread, start | once |
-| 64 | serial, step, microbatch, phase, since, last move, first step, applied, skipped, longest step, serial | at moves |
+| 0 | magic, version, rank, local rank, incarnation, pid, ident of the main thread, start | once |
+| 64 | serial, phase, step, microbatch, since when, last move, serial | at every move |
+| 120 | first step, applied, skipped, longest step | between steps, a word at a time |
 | 160 | tick: count, when, resident bytes, device bytes | by a thread, every `TICK_INTERVAL_S` |
 | 208 | loss of the last reported step | when it is known |
 
@@ -43,16 +44,23 @@ DECAY_SHIFT = 6
 """The longest step fades by a 64th with every step, so that one slow step is not remembered for ever."""
 
 _MAGIC = b"etHB"
-_FIXED = struct.Struct("<4sIiiqqQq")
-_MOVING = struct.Struct("<Qqqqqqqqqq")
+# Native sizes and alignment: struct's portable formats take twice as long.
+_FIXED = struct.Struct("=4sIiiqqQq")
+_MOVING = struct.Struct("@QqqqqqQ")
 _MOVING_AT = 64
-_END_AT = _MOVING_AT + _MOVING.size
-_MOVING_AND_END = struct.Struct("<QqqqqqqqqqQ")
-_TICK = struct.Struct("<qqqq")
+_END_AT = _MOVING_AT + _MOVING.size - 8
+_MOVED_AT = _END_AT - 8
+_COUNTS = struct.Struct("@qqqq")
+_COUNTS_AT = 120
+_TICK = struct.Struct("@qqqq")
 _TICK_AT = 160
-_LOSS = struct.Struct("<d")
+_LOSS = struct.Struct("@d")
 _LOSS_AT = 208
-_WORD = struct.Struct("<Q")
+_WORD = struct.Struct("@Q")
+
+_FIRST_WORD, _APPLIED_WORD, _SKIPPED_WORD, _LONGEST_WORD = range(_COUNTS_AT // 8, _COUNTS_AT // 8 + 4)
+_write_move = _MOVING.pack_into
+_READY = Phase.READY
 
 _PREFIX = "heartbeat-"
 
@@ -109,7 +117,7 @@ class Heartbeat:
     @property
     def steps_done(self) -> int:
         """Steps that this process has committed."""
-        return self.step - self.first_step if self.first_step >= 0 else 0
+        return max(0, self.step - self.first_step) if self.first_step >= 0 else 0
 
 
 def heartbeat_path(run_dir: Path, rank: int) -> Path:
@@ -140,7 +148,8 @@ class HeartbeatWriter:
         record = bytearray(SIZE_BYTES)
         main = threading.main_thread().ident or 0
         _FIXED.pack_into(record, 0, _MAGIC, VERSION, rank, local_rank, incarnation, os.getpid(), main, now_ns)
-        _MOVING_AND_END.pack_into(record, _MOVING_AT, 1, 0, 0, Phase.INIT, now_ns, now_ns, -1, 0, 0, 0, 1)
+        _MOVING.pack_into(record, _MOVING_AT, 1, Phase.INIT, 0, 0, now_ns, now_ns, 1)
+        _COUNTS.pack_into(record, _COUNTS_AT, -1, 0, 0, 0)
         _TICK.pack_into(record, _TICK_AT, 0, now_ns, _resident_bytes(), 0)
         _LOSS.pack_into(record, _LOSS_AT, float("nan"))
         path = heartbeat_path(run_dir, rank)
@@ -151,13 +160,11 @@ class HeartbeatWriter:
             self._map = mmap.mmap(file.fileno(), SIZE_BYTES)
         temporary.replace(path)
         self.path = path
+        self._words = memoryview(self._map).cast("q")
         self._serial = 1
         self._step = 0
-        self._phase = int(Phase.INIT)
-        self._phase_since_ns = now_ns
         self._first_step = -1
         self._step_began_ns = now_ns
-        self._counts = (0, 0, 0)
         self._closing = threading.Event()
         self.device_bytes = 0
         """Shown with the next tick."""
@@ -165,37 +172,33 @@ class HeartbeatWriter:
         self._ticker.start()
 
     def enter(self, phase: Phase, step: int, microbatch: int, applied: int = 0, skipped: int = 0) -> None:
-        """Says that the rank is in `phase` from now on."""
+        """Says that the rank is in `phase` from now on. `applied` and `skipped` are looked at in `READY` only."""
         now_ns = time.monotonic_ns()
-        longest_ns = self._counts[2]
-        if phase is Phase.READY:
-            # The first step holds compilation, allocation and connecting: it tells nothing about the others.
-            if self._first_step >= 0 and step > max(self._step, self._first_step + 1):
-                longest_ns = max(now_ns - self._step_began_ns, longest_ns - (longest_ns >> DECAY_SHIFT))
-            self._step_began_ns = now_ns
+        if phase is _READY:
+            self._between_steps(step, applied, skipped, now_ns)
         self._serial = serial = self._serial + 1
+        _write_move(self._map, _MOVING_AT, serial, phase, step, microbatch, now_ns, now_ns, serial)
+
+    def _between_steps(self, step: int, applied: int, skipped: int, now_ns: int) -> None:
+        # The first step holds compilation, allocation and connecting: it tells nothing about the others.
+        if self._first_step >= 0 and step > max(self._step, self._first_step + 1):
+            longest_ns = self._words[_LONGEST_WORD]
+            self._words[_LONGEST_WORD] = max(now_ns - self._step_began_ns, longest_ns - (longest_ns >> DECAY_SHIFT))
         self._step = step
-        self._phase = int(phase)
-        self._phase_since_ns = now_ns
-        self._counts = (applied, skipped, longest_ns)
-        _MOVING_AND_END.pack_into(
-            self._map, _MOVING_AT,
-            serial, step, microbatch, phase, now_ns, now_ns, self._first_step, applied, skipped, longest_ns, serial,
-        )  # fmt: skip
+        self._step_began_ns = now_ns
+        self._words[_APPLIED_WORD] = applied
+        self._words[_SKIPPED_WORD] = skipped
 
     def beat(self, microbatch: int = 0) -> None:
         """Says that the rank gets on within its phase."""
+        _, phase, step, _, since_ns, _, _ = _MOVING.unpack_from(self._map, _MOVING_AT)
         self._serial = serial = self._serial + 1
-        _MOVING_AND_END.pack_into(
-            self._map, _MOVING_AT,
-            serial, self._step, microbatch, self._phase, self._phase_since_ns, time.monotonic_ns(), self._first_step,
-            *self._counts, serial,
-        )  # fmt: skip
+        _write_move(self._map, _MOVING_AT, serial, phase, step, microbatch, since_ns, time.monotonic_ns(), serial)
 
     def begin_with(self, step: int) -> None:
         """Says which step this process begins with."""
-        self._first_step = step
-        self._step = step
+        self._first_step = self._step = step
+        self._words[_FIRST_WORD] = step
 
     @property
     def has_begun(self) -> bool:
@@ -273,20 +276,28 @@ class HeartbeatReader:
             (begin,) = _WORD.unpack_from(record, _MOVING_AT)
             tick, tick_ns, memory_bytes, device_bytes = _TICK.unpack_from(record, _TICK_AT)
             # pack_into clears what it is about to write: zeros are a write in progress.
-            if begin == end == moving[0] and begin and tick_ns:
+            if begin == end == moving[0] == moving[-1] and begin and tick_ns:
                 break
         else:
             return self.last
         if self.last is None:
             self._fixed = _FIXED.unpack_from(record, 0)
         _, _, rank, local_rank, incarnation, pid, main_thread, started_ns = self._fixed
-        _, step, microbatch, phase, since_ns, moved_ns, first_step, applied, skipped, longest_ns = moving
+        _, phase, step, microbatch, since_ns, moved_ns, _ = moving
+        first_step, applied, skipped, longest_ns = _COUNTS.unpack_from(record, _COUNTS_AT)
         (loss,) = _LOSS.unpack_from(record, _LOSS_AT)
         self.last = Heartbeat(
             rank, local_rank, incarnation, pid, main_thread, started_ns, step, microbatch, _PHASES[phase], since_ns,
             moved_ns, first_step, applied, skipped, longest_ns, tick, tick_ns, memory_bytes, device_bytes, loss,
         )  # fmt: skip
         return self.last
+
+    def moved_ns(self) -> int:
+        """When the rank moved last: one word, read in a fraction of the time. 0 while there is no record."""
+        if self._map is None:
+            return 0
+        moved_ns: int = _WORD.unpack_from(self._map, _MOVED_AT)[0]
+        return moved_ns
 
     def _open(self) -> bool:
         try:

@@ -162,9 +162,12 @@ def _view(output: Output, job_name: str, incarnation: int) -> View:
 
         width = None if sys.stdout.isatty() else 200
         return PrettyView(Console(width=width, highlight=False), job_name)
-    log = make_logger(sys.stdout, incarnation=incarnation)
+    log = make_logger(sys.stdout)
 
     def summary(fields: dict[str, Any]) -> None:
-        log.info("summary", **{k: v for k, v in fields.items() if k not in ("kind", "incarnation")})
+        log.info("summary", **{k: v for k, v in fields.items() if k != "kind"})
 
-    return JsonView(lambda text: log.info("printed", text=text), summary)
+    def printed(text: str, incarnation: int) -> None:
+        log.info("printed", text=text, incarnation=incarnation)
+
+    return JsonView(printed, summary, incarnation)

@@ -44,7 +44,10 @@ class View(Protocol):
 class JsonView:
     """Passes events through; prints of the user become events."""
 
-    def __init__(self, log_printed: Callable[[str], None], log_summary: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, log_printed: Callable[[str, int], None], log_summary: Callable[[dict[str, Any]], None], incarnation: int
+    ) -> None:
+        self._incarnation = incarnation
         self._log_printed = log_printed
         self._log_summary = log_summary
 
@@ -58,10 +61,11 @@ class JsonView:
         if isinstance(line, Event):
             import json
 
+            self._incarnation = line.fields.get("incarnation", self._incarnation)
             sys.stdout.write(json.dumps(finite(line.fields)) + "\n")
             sys.stdout.flush()
         else:
-            self._log_printed(line.text)
+            self._log_printed(line.text, self._incarnation)
 
     def summary(self, outcome: dict[str, Any], state_dir: str) -> None:
         self._log_summary(finite({**outcome["summary"], "state_dir": state_dir}))
@@ -122,8 +126,16 @@ class PrettyView:
                 self._print(Text(f"step {fields['step']:>6}  evaluated: {values}", style="cyan"))
             case "advice":
                 self._print(Text(f"advice: {fields['what']}. {fields['hint']}", style="yellow"))
-            case "training_ended" | "rank_failed":
-                pass  # the summary, or the error, says it
+            case "incident_opened":
+                ranks = ", ".join(map(str, fields["ranks"]))
+                self._print(Text(f"rank {ranks} hangs: {fields['why']}; evidence: {fields['folder']}", style="red"))
+            case "incarnation_ended":
+                self._print(Text(f"step {fields['global_step']:>6}  {fields['cause']}", style="red"))
+            case "restart_planned":
+                when = f"in {fields['delay_s']:.1f} s" if fields["delay_s"] else "now"
+                self._print(Text(f"starting again {when}, from the newest snapshot", style="yellow"))
+            case "training_ended" | "rank_failed" | "rank_killed" | "halted" | "stopped":
+                pass  # the summary, the error, or another line says it
             case _:
                 style = {"warning": "yellow", "error": "red"}.get(fields.get("level", ""), "")
                 self._print(Text(_generic_line(fields), style=style))

@@ -160,7 +160,7 @@ def _sections() -> Iterator[tuple[str, type[BaseModel]]]:
 
 
 def _section_of(keys: tuple[str, ...]) -> type[BaseModel] | None:
-    if len(keys) == 1:
+    if len(keys) <= 1:
         return JobConfig
     return dict(_sections()).get(keys[0])
 

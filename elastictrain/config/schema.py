@@ -250,8 +250,8 @@ class SupervisorConfig(Section):
     """When a rank counts as hung, and how often a failed worker group is started again."""
 
     startup_timeout_s: PositiveFloat | None = None
-    """How long a rank may stand still before its first step is done: imports, compilation, restoring. This and the
-    other limits left unset: 80% of elastic.process_group_timeout_s."""
+    """How long a rank may stand still before its first step is done: in each of imports, process group, data, model,
+    restoring, compilation. This and the other limits left unset: 80% of elastic.process_group_timeout_s."""
     step_timeout_s: PositiveFloat | None = None
     """How long a rank may stand still in a phase of a step. Default: learnt, ten times the longest of late."""
     min_step_timeout_s: PositiveFloat = 30.0

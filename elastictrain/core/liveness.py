@@ -127,6 +127,12 @@ def limit_s(seen: RankSeen, limits: Limits, longest_step_s: float | None) -> flo
             return limits.startup_s if seen.steps_done < 1 else step_limit_s(limits, longest_step_s)
 
 
+def shortest_limit_s(limits: Limits, longest_step_s: float | None) -> float:
+    """A rank that has moved within this time is within its limit, wherever it is."""
+    step_s = step_limit_s(limits, longest_step_s)
+    return min(step_s, limits.startup_s, limits.eval_s, limits.snapshot_s, limits.exit_s)
+
+
 class Health(StrEnum):
     """How a rank is."""
 

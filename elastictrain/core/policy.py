@@ -138,11 +138,13 @@ def classify(ends: Sequence[RankEnd]) -> Cause:
 def _urgency(end: RankEnd) -> int:
     if end.killed_as_hung:
         return 0
-    if end.kind and not end.secondary:
+    if end.secondary:
+        return 4
+    if end.kind:
         return 1
-    if end.rank is not None and not end.secondary:
+    if end.rank is not None:
         return 3 if end.exit_code == -signal.SIGTERM else 2
-    return 4 if end.secondary else 5
+    return 5
 
 
 def _describe(end: RankEnd) -> Cause:

@@ -21,6 +21,7 @@ from elastictrain.protocol import (
     EXITS_FILE,
     LOG_DIR,
     OUTCOME_FILE,
+    RUNS_DIR,
     ErrorReport,
     StopBoard,
     read_error_reports,
@@ -88,11 +89,12 @@ class Incarnation:
         """What the ranks said about their end, first causes first."""
         return read_error_reports(self.run_dir)
 
-    def bad_ends(self, killed: dict[int, str], steps: dict[int, int]) -> list[RankEnd]:
+    def bad_ends(self, killed: dict[int, str], torn_down: set[int], steps: dict[int, int]) -> list[RankEnd]:
         """Everything known about ranks that ended badly, and about the agent.
 
         Args:
             killed: ranks that were killed as hung, and why.
+            torn_down: ranks that were killed since they did not end when another had failed.
             steps: where each rank stood last.
         """
         is_oom = oom_kills() > self._oom_kills_before
@@ -121,6 +123,7 @@ class Incarnation:
                         rank=rank,
                         exit_code=code,
                         step=steps.get(rank, 0),
+                        secondary=rank in torn_down and rank not in killed,
                         killed_as_hung=killed.get(rank, ""),
                         oom_killed=is_oom,
                     )
@@ -166,6 +169,14 @@ class Incarnation:
         self.kill()
         sweep(self.run_dir)
         self.board.close()
+
+
+def clear_away(state_dir: Path) -> None:
+    """Removes what a supervisor that was killed has left: processes that took no notice, pipes that nobody reads."""
+    sweep(state_dir)
+    for pipe in (state_dir / RUNS_DIR).glob("*/output-*"):
+        if pipe.is_fifo():
+            pipe.unlink(missing_ok=True)
 
 
 def sweep(folder: Path) -> int:

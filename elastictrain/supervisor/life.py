@@ -25,6 +25,7 @@ from elastictrain.core.liveness import (
     Verdict,
     judge,
     limit_s,
+    shortest_limit_s,
 )
 from elastictrain.core.phases import Phase
 from elastictrain.core.policy import RankEnd
@@ -46,7 +47,8 @@ from elastictrain.supervisor.watch import Watch, has_left_early, process_state
 POLL_S = 0.2
 """A hang is found this much after its limit, at most."""
 READ_COST_S = 0.002
-"""With many ranks, records are read at most once in this much time per rank: 512 ranks, once a second."""
+"""With many ranks, records are read whole at most once in this much time per rank: 512 ranks, once a second. In
+between, a glance at when they moved is enough."""
 LEAVE_CHECK_S = 0.5
 """How often to look whether a rank has left, while one stands still."""
 LOOK_AGAIN_S = 5.0
@@ -123,6 +125,7 @@ class Life:
         self._failing_since_s: float | None = None
         self._stop_asked_s: float | None = None
         self._killed: dict[int, str] = {}
+        self._torn_down: set[int] = set()
         self.heartbeats: dict[int, Heartbeat | None] = {}
         self.incident: int | None = None
 
@@ -183,7 +186,7 @@ class Life:
         self.heartbeats = self._watch.heartbeats()
         self._on_look(self)
         steps = {rank: beat.step for rank, beat in self.heartbeats.items() if beat is not None}
-        ends = self.incarnation.bad_ends(self._killed, steps)
+        ends = self.incarnation.bad_ends(self._killed, self._torn_down, steps)
         reached = self.reached_step
         return LifeEnd(
             number=self.incarnation.number,
@@ -226,7 +229,9 @@ class Life:
     async def _look(self, now_s: float) -> None:
         self._enforce_stop(now_s)
         if now_s - self._read_at_s < READ_COST_S * self.incarnation.num_ranks:
-            return
+            shortest_s = shortest_limit_s(self._limits, self._times.longest_s)
+            if self._failing_since_s is None and not self._watch.any_stands_still(now_s - shortest_s):
+                return
         self._read_at_s = now_s
         self.heartbeats = self._watch.heartbeats()
         seen = self._watch.seen(self.heartbeats)
@@ -250,15 +255,17 @@ class Life:
         )
 
     def _somebody_left(self, seen: list[RankSeen], now_s: float) -> bool:
-        """Whether a rank is gone before its end: the others have `teardown_timeout_s` from now on."""
+        """Whether a rank is gone before its end, or all are: what is left has `teardown_timeout_s` from now on."""
         if now_s - self._leave_checked_s < LEAVE_CHECK_S or now_s - min(s.moved_s for s in seen) < LEAVE_CHECK_S:
             return False
         self._leave_checked_s = now_s
-        return any(
-            has_left_early(beat, process_state(beat.pid, self.incarnation.agent_pid))
+        states = [
+            (beat, process_state(beat.pid, self.incarnation.agent_pid)) if beat is not None else None
             for beat in self.heartbeats.values()
-            if beat is not None
-        )
+        ]
+        if any(found is not None and has_left_early(*found) for found in states):
+            return True
+        return all(found is not None and found[1] is ProcessState.GONE for found in states)
 
     def _tear_down(self, seen: list[RankSeen], now_s: float) -> None:
         """Ends the ranks that do not end by themselves once one has failed; one that writes a snapshot may finish."""
@@ -274,6 +281,7 @@ class Life:
             if rank.phase is Phase.SNAPSHOT and within:
                 saving = True
             elif beat is not None and self.incarnation.is_rank(beat.pid):
+                self._torn_down.add(rank.rank)
                 self._end_process(beat.pid)
         if not saving and passed_s > 2 * timeout_s:
             self.incarnation.kill()

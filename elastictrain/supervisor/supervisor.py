@@ -28,7 +28,7 @@ from elastictrain.core.policy import Cause, CauseKind, Failure, Halt, classify, 
 from elastictrain.errors import BusyError, ElasticTrainError, HaltError, IllegalTransitionError, StorageError
 from elastictrain.procs import adopt_orphans
 from elastictrain.supervisor.events import EventSink, NullSink
-from elastictrain.supervisor.incarnation import Incarnation, sweep
+from elastictrain.supervisor.incarnation import Incarnation, clear_away
 from elastictrain.supervisor.life import Life, LifeEnd
 from elastictrain.supervisor.output import Event, Line
 from elastictrain.supervisor.settings import budget_of, samples_in_step
@@ -107,6 +107,7 @@ class Supervisor:
         self._outcome: dict[str, Any] | None = None
         self._error: ElasticTrainError | None = None
         self._restart_reason: str | None = None
+        self._delay_s = 0.0
         self._changed = asyncio.Event()
         self._num_signals = 0
         self._started_s = time.monotonic()
@@ -133,7 +134,7 @@ class Supervisor:
         """
         adopt_orphans()
         self._catch_signals()
-        sweep(self._state_dir)  # what a supervisor that was killed has left
+        clear_away(self._state_dir)  # what a supervisor that was killed has left
         self.emit("supervisor_started", pid=os.getpid(), version=__version__)
         while self._state not in lifecycle.FINAL:
             if self._state in (State.HALTED, State.DRAINED):
@@ -190,7 +191,8 @@ class Supervisor:
             reason, self._restart_reason = self._restart_reason, None
             self._emit_end(end, reason, None)
             self.emit("restart_planned", delay_s=0.0, reason=reason)
-        elif outcome is not None:
+        elif outcome is not None and not any(not rank_end.secondary for rank_end in end.ends):
+            # Whoever started us has told the ranks themselves, as Slurm does.
             self._emit_end(end, outcome["reason"], None)
             self._move(Trigger.GROUP_ENDED, outcome["reason"])
             self.emit("stopped", reason=outcome["reason"])
@@ -214,8 +216,7 @@ class Supervisor:
         """Takes note of a failure and decides what follows."""
         now_s = time.monotonic()
         reached = end.reached_step if end is not None else max(self._furthest, 0)
-        before = self._failures[-1].reached_step if self._failures else -1
-        furthest_before = max((failure.reached_step for failure in self._failures), default=before)
+        furthest_before = max((failure.reached_step for failure in self._failures), default=-1)
         self._failures.append(
             Failure(
                 at_s=now_s,
@@ -361,7 +362,9 @@ class Supervisor:
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(signum) is signal.SIG_IGN:
+                continue  # nohup means it
             loop.add_signal_handler(signum, self._on_signal, signum)
 
     def _on_signal(self, signum: int) -> None:
@@ -445,11 +448,12 @@ class Supervisor:
         life = self._life
         ranks = tuple(self._rank_views(life, now_s)) if life is not None else ()
         max_steps = self._said.get("max_steps")
+        reached = life.reached_step if life is not None else None
         return SupervisorView(
             job=self._config.name,
             state=self._state,
             reason=self._reason,
-            global_step=max((rank.step for rank in ranks), default=max(self._furthest, 0)),
+            global_step=reached if reached is not None else max(self._furthest, 0),
             max_steps=int(max_steps) if max_steps is not None else self._config.train.max_steps,
             incarnation=self._number,
             world_size=int(self._said.get("world_size", self._config.elastic.nproc_per_node)),

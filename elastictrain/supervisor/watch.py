@@ -43,6 +43,11 @@ class Watch:
             found[next(missing)] = None
         return dict(sorted(found.items()))
 
+    def any_stands_still(self, since_s: float) -> bool:
+        """A glance: whether a rank has not moved since then. Those without a record are left to `heartbeats`."""
+        since_ns = int(since_s * NS_PER_S)
+        return any(0 < reader.moved_ns() < since_ns for reader in self._readers.values())
+
     def seen(self, heartbeats: dict[int, Heartbeat | None]) -> list[RankSeen]:
         """As `core.liveness` wants them; processes are taken to run (`with_process` looks)."""
         return [
@@ -94,6 +99,6 @@ def process_state(pid: int, parent_pid: int) -> ProcessState:
     return ProcessState.STOPPED if stat.state in ("T", "t") else ProcessState.RUNNING
 
 
-def has_left_early(beat: Heartbeat | None, state: ProcessState) -> bool:
+def has_left_early(beat: Heartbeat, state: ProcessState) -> bool:
     """Whether a rank is gone that had not come to its end."""
-    return beat is not None and state is ProcessState.GONE and beat.phase is not Phase.EXIT
+    return state is ProcessState.GONE and beat.phase is not Phase.EXIT

@@ -114,7 +114,9 @@ class _Job:
             config.data.epoch_tail,
         )
         self._limits = self._checked_limits()
+        session.beat()  # each of these may take long: a rank that gets from one to the next is no hang
         self._trainee = self._build_trainee()
+        session.beat()
 
     def run(self) -> Outcome:
         """Restores, trains, evaluates, keeps the result, sums up."""
@@ -124,6 +126,7 @@ class _Job:
         restored = checkpointing.restore(state)
         if restored is not None:
             session.resume(restored.counters)
+        session.beat()
         self._advise_before_start()
         feed = self._feed()
         evaluation = self._evaluation()

@@ -147,7 +147,8 @@ class Reporter:
         losses = [sum(row[i] for row in rows) / place.world_size for i in range(num)]
         spent = TimeSpent(*(sum(row[num + i] for row in rows) / place.world_size for i in range(4)))
         self.last_loss = losses[-1]
-        self._session.tell_loss(self.last_loss)
+        device = self._session.place.device
+        self._session.tell(self.last_loss, torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)
         memory_bytes = int(max(row[num + 4] for row in rows))
         self._publish(records, losses, spent, wall_s, memory_bytes, counters)
 

@@ -92,6 +92,7 @@ class Session:
         self._phase = Phase.INIT
         self._since_s = perf_counter()
         self._phase_s = [0.0] * len(Phase)
+        self.beat()
 
     def resume(self, counters: Counters) -> None:
         """Goes on from a snapshot's counters; before the first step only."""
@@ -141,10 +142,11 @@ class Session:
         if self._heartbeat is not None:
             self._heartbeat.beat(number)
 
-    def tell_loss(self, loss: float) -> None:
-        """Shows the last known loss in the heartbeat."""
+    def tell(self, loss: float, device_bytes: int = 0) -> None:
+        """Shows the last known loss, and the memory used on the device, in the heartbeat."""
         if self._heartbeat is not None:
             self._heartbeat.tell_loss(loss)
+            self._heartbeat.device_bytes = device_bytes
 
     def take_phase_times(self) -> list[float]:
         """Seconds spent in each phase since the last call, indexed by `Phase`; the present one up to now."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from elastictrain.config.schema import JobConfig
 from elastictrain.core.phases import Phase
 from elastictrain.errors import ElasticTrainError, WorkerFailedError
+from elastictrain.heartbeat import my_heartbeat
 from elastictrain.logs import Logger, make_logger
 from elastictrain.procs import die_with_parent
 from elastictrain.protocol import ENV_RUN_DIR, OUTCOME_FILE, ErrorReport, RunSpec, write_json
@@ -37,6 +38,8 @@ def main() -> int:
     _write_whole_lines()
     run_dir = Path(os.environ[ENV_RUN_DIR])
     start.be_watched(run_dir)
+    if (heartbeat := my_heartbeat()) is not None:
+        heartbeat.beat()  # torch is imported
     spec = RunSpec.read(run_dir)
     rank = int(os.environ.get("RANK", "0"))
     session: Session | None = None

@@ -39,14 +39,18 @@ def strike(kind: str) -> None:
             time.sleep(FOREVER_S)
         case "slow":
             time.sleep(1.5)
-        case "lock":  # PyDLL keeps the interpreter lock
-            ctypes.PyDLL(None).sleep(FOREVER_S)
+        case "lock":  # PyDLL keeps the interpreter lock; a mutex, unlike a sleep, is not woken by a signal
+            mutex = ctypes.create_string_buffer(64)
+            for _ in range(2):
+                ctypes.PyDLL(None).pthread_mutex_lock(mutex)
         case "segv":
             ctypes.string_at(0)
         case "raise":
             raise RuntimeError("struck")
         case "exit":
             os._exit(3)
+        case "reduce":
+            dist.all_reduce(torch.ones(10))
         case "barrier":  # the other rank leaves it out
             dist.barrier()
         case _:
@@ -85,7 +89,7 @@ class Data(Dataset[dict[str, Any]]):
 
 
 class Task:
-    """Places: model, item, loss, metrics, atexit.
+    """Places: model, item, loss, state (in a snapshot), metrics, eval item, atexit.
 
     Args:
         faults: see `Faults`.
@@ -122,6 +126,13 @@ class Task:
         time.sleep(self.pause_s)
         self.faults.at("loss", int(batch["index"][0]) // GLOBAL_BATCH)
         return F.mse_loss(model(batch["x"]).squeeze(1), batch["y"])
+
+    def state_dict(self) -> dict[str, Any]:
+        self.faults.at("state")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state
 
     def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         self.faults.at("metrics")

@@ -321,16 +321,20 @@ def test_a_killed_parent_leaves_nobody_behind(endless: tuple[Path, Path]) -> Non
         wait_until(lambda: all_gone(family))
 
 
-def test_a_killed_rank_is_a_failure(endless: tuple[Path, Path]) -> None:
+def test_a_killed_rank_is_replaced(endless: tuple[Path, Path]) -> None:
+    """By a whole new group; the old one is gone, its loader processes included."""
     job, state = endless
     with start_cli("run", job, "--state-dir", state, "--output", "json") as process:
-        Reader(process.stdout)
+        reader = Reader(process.stdout)
         wait_until(lambda: all((job / f"rank-{rank}").exists() for rank in range(2)))
         ranks = [p for p in descendants(process.pid) if p.environ().get("RANK") == "1" and is_rank(p)]
         family = descendants(process.pid)
         ranks[0].kill()
-        assert process.wait(60) == 70
         wait_until(lambda: all_gone(family))
+        wait_until(lambda: sum(line.count('"training_started"') for line in list(reader.lines)) == 4)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert reader.last_event()["incarnation"] == 2
 
 
 def is_rank(process: psutil.Process) -> bool:

@@ -1,0 +1,379 @@
+"""The decisions of supervision: states, who hangs, whether to go on."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from elastictrain.config.schema import JobConfig
+from elastictrain.core import lifecycle
+from elastictrain.core.lifecycle import State, Trigger
+from elastictrain.core.liveness import (
+    Health,
+    Limits,
+    ProcessState,
+    RankSeen,
+    StepTimes,
+    Verdict,
+    judge,
+    step_limit_s,
+)
+from elastictrain.core.order import sample_list
+from elastictrain.core.phases import Phase
+from elastictrain.core.policy import (
+    Budget,
+    Cause,
+    CauseKind,
+    Failure,
+    Halt,
+    RankEnd,
+    Restart,
+    backoff_s,
+    classify,
+    decide,
+)
+from elastictrain.core.window import EpochTail, WindowPlan
+from elastictrain.errors import IllegalTransitionError
+from elastictrain.supervisor.settings import limits_of, samples_in_step
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+# ---- lifecycle
+
+
+def test_the_diagram_is_current() -> None:
+    assert lifecycle.diagram() in (DOCS / "lifecycle.md").read_text(), "python docs/make_lifecycle.py"
+
+
+def test_every_state_can_be_reached_and_left() -> None:
+    reached, found = set(), {State.STARTING}
+    while found - reached:
+        state = (found - reached).pop()
+        reached.add(state)
+        found |= set(lifecycle.TRANSITIONS[state].values())
+    assert reached == set(State)
+    assert set(lifecycle.TRANSITIONS) == set(State)
+    assert {State.COMPLETED, State.STOPPED} == lifecycle.FINAL
+
+
+@given(st.lists(st.sampled_from(list(Trigger))))
+def test_an_illegal_transition_raises_and_says_what_is_legal(triggers: list[Trigger]) -> None:
+    state = State.STARTING
+    for trigger in triggers:
+        if trigger in lifecycle.TRANSITIONS[state]:
+            state = lifecycle.after(state, trigger)
+        else:
+            with pytest.raises(IllegalTransitionError, match=str(state)):
+                lifecycle.after(state, trigger)
+
+
+def test_a_request_to_stop_is_always_heard() -> None:
+    for state in set(State) - lifecycle.FINAL:
+        assert lifecycle.after(state, Trigger.STOP_ASKED) in (State.STOPPING, State.STOPPED)
+
+
+# ---- liveness
+
+LIMITS = Limits(startup_s=100, step_s=10, min_step_s=5, max_step_s=80, eval_s=50, snapshot_s=40, exit_s=20, tick_s=2)
+NOW_S = 10_000.0
+
+
+def seen(rank: int, phase: Phase | None, age_s: float, **fields: object) -> RankSeen:
+    """A rank that ticks, in its fifth step, since `age_s` in a phase."""
+    base = RankSeen(rank, phase, NOW_S - age_s, NOW_S - 0.1, step=105, steps_done=5)
+    return replace(base, **fields)  # type: ignore[arg-type]
+
+
+def verdict_of(*ranks: RankSeen, world_size: int | None = None) -> Verdict:
+    return judge(ranks, LIMITS, longest_step_s=None, now_s=NOW_S, world_size=world_size or len(ranks))
+
+
+def culprits_of(*ranks: RankSeen, world_size: int | None = None) -> list[int]:
+    return [verdict.rank for verdict in verdict_of(*ranks, world_size=world_size).culprits]
+
+
+@pytest.mark.parametrize("phase", [Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.READY, Phase.OPTIMIZER])
+def test_the_one_that_does_not_wait_is_to_blame(phase: Phase) -> None:
+    step = 105 if phase is not Phase.OPTIMIZER else 104
+    assert culprits_of(seen(0, Phase.REDUCE, 12), seen(1, phase, 11, step=step), seen(2, Phase.REDUCE, 12)) == [1]
+
+
+def test_a_straggler_that_moves_is_not_to_blame() -> None:
+    verdict = verdict_of(seen(0, Phase.REDUCE, 12), seen(1, Phase.FORWARD, 0.1))
+    assert [v.health for v in verdict.ranks] == [Health.WAITING, Health.HEALTHY]
+    assert verdict.is_over_limit
+
+
+def test_a_rank_that_is_ahead_of_a_slow_one_waits_for_it() -> None:
+    """On CUDA the host of a victim stands still in the optimizer, where nothing says that it waits."""
+    assert culprits_of(seen(0, Phase.OPTIMIZER, 30), seen(1, Phase.EVAL, 30)) == []
+    assert culprits_of(seen(0, Phase.OPTIMIZER, 60), seen(1, Phase.EVAL, 60)) == [1]
+    assert culprits_of(seen(0, Phase.OPTIMIZER, 11), seen(1, Phase.FORWARD, 11)) == [1]
+
+
+def test_a_stopped_process_is_to_blame_wherever_it_is() -> None:
+    for phase in (Phase.REDUCE, Phase.FORWARD, Phase.DATA):
+        stopped = seen(0, phase, 12, process=ProcessState.STOPPED)
+        assert culprits_of(stopped, seen(1, Phase.REDUCE, 12)) == [0]
+        assert culprits_of(replace(stopped, moved_s=NOW_S - 1), seen(1, Phase.REDUCE, 1)) == [], "within its limit"
+
+
+def test_a_rank_that_holds_the_interpreter_lock_is_to_blame() -> None:
+    locked = seen(1, Phase.FORWARD, 12, tick_s=NOW_S - 12)
+    assert culprits_of(seen(0, Phase.FORWARD, 12, in_collective=True), locked) == [1]
+
+
+def test_the_stack_overrules_the_phase() -> None:
+    """Rank 0 waits in a collective of the user's loss."""
+    assert culprits_of(seen(0, Phase.FORWARD, 12, in_collective=True), seen(1, Phase.DATA, 12)) == [1]
+
+
+def test_who_left_out_a_collective() -> None:
+    """All wait: the fewer, of equally many those ahead."""
+    behind = seen(0, Phase.FORWARD, 12, in_collective=True)
+    assert culprits_of(behind, seen(1, Phase.REDUCE, 12)) == [1]
+    assert culprits_of(behind, seen(1, Phase.REDUCE, 12), seen(2, Phase.REDUCE, 12)) == [0]
+    assert culprits_of(seen(0, Phase.REDUCE, 12), seen(1, Phase.REDUCE, 12)) == [0, 1]
+
+
+def test_a_culprit_elsewhere_gets_as_much_time_again() -> None:
+    waiting = [seen(rank, Phase.REDUCE, 15) for rank in range(2)]
+    assert culprits_of(*waiting, world_size=4) == []
+    assert verdict_of(*waiting, world_size=4).everybody_waits
+    assert culprits_of(*(seen(rank, Phase.REDUCE, 21) for rank in range(2)), world_size=4) == [0, 1]
+
+
+def test_limits_by_phase() -> None:
+    for phase, limit in (
+        (None, 100), (Phase.INIT, 100), (Phase.FORWARD, 10), (Phase.EVAL, 50), (Phase.SNAPSHOT, 40), (Phase.EXIT, 20),
+    ):  # fmt: skip
+        assert culprits_of(seen(0, phase, limit - 0.1)) == []
+        assert culprits_of(seen(0, phase, limit + 0.1)) == [0]
+    assert culprits_of(seen(0, Phase.FORWARD, 99, steps_done=0)) == [], "the first step may compile"
+
+
+def test_a_rank_without_a_heartbeat_is_behind_those_that_wait_for_it() -> None:
+    assert culprits_of(seen(0, Phase.INIT, 101, in_collective=True), seen(1, None, 101)) == [1]
+
+
+@given(st.floats(0, 1e6), st.one_of(st.none(), st.floats(0, 1e5)))
+def test_a_learnt_limit_has_a_floor_and_a_ceiling(startup_s: float, longest_s: float | None) -> None:
+    learnt = replace(LIMITS, step_s=None, startup_s=startup_s)
+    limit = step_limit_s(learnt, longest_s)
+    assert limit == startup_s if longest_s is None else 5 <= limit <= 80
+
+
+def test_what_was_learnt_holds_for_the_next_group() -> None:
+    times = StepTimes()
+    times.observe([seen(0, Phase.DATA, 0, longest_step_s=2.0), seen(1, Phase.DATA, 0, longest_step_s=3.0)])
+    times.observe([seen(0, Phase.INIT, 0)])
+    assert times.longest_s == 3.0
+
+
+phases = st.one_of(st.none(), st.sampled_from(list(Phase)))
+anybody = st.builds(
+    RankSeen,
+    rank=st.just(0),
+    phase=phases,
+    moved_s=st.floats(NOW_S - 300, NOW_S + 1),
+    tick_s=st.floats(NOW_S - 300, NOW_S),
+    step=st.integers(100, 102),
+    steps_done=st.integers(0, 3),
+    process=st.sampled_from(list(ProcessState)),
+    in_collective=st.sampled_from([None, True, False]),
+)
+
+
+@given(st.lists(anybody, min_size=1, max_size=6), st.integers(0, 3))
+def test_any_group(found: list[RankSeen], elsewhere: int) -> None:
+    """Nobody within its limit is ever blamed; whoever is over it is hung, or waits; a hang is found in the end."""
+    ranks = [replace(rank, rank=number) for number, rank in enumerate(found)]
+    verdict = verdict_of(*ranks, world_size=len(ranks) + elsewhere)
+    assert [v.rank for v in verdict.ranks] == [rank.rank for rank in ranks]
+    for v in verdict.ranks:
+        assert (v.health in (Health.HUNG, Health.WAITING)) == (v.stood_still_s > v.limit_s)
+        assert bool(v.why) == (v.health is not Health.HEALTHY)
+    later = judge(ranks, LIMITS, longest_step_s=None, now_s=NOW_S + 1000, world_size=len(ranks) + elsewhere)
+    assert later.culprits, "nobody moves any more, and nobody is blamed"
+
+
+@given(st.lists(anybody, min_size=1, max_size=6), st.floats(-3600, 3600))
+def test_only_differences_of_time_count(found: list[RankSeen], shift_s: float) -> None:
+    ranks = [replace(r, rank=i, moved_s=round(r.moved_s), tick_s=round(r.tick_s)) for i, r in enumerate(found)]
+    shift = float(round(shift_s))
+    shifted = [replace(r, moved_s=r.moved_s + shift, tick_s=r.tick_s + shift) for r in ranks]
+    before = judge(ranks, LIMITS, longest_step_s=None, now_s=NOW_S, world_size=9)
+    assert before == judge(shifted, LIMITS, longest_step_s=None, now_s=NOW_S + shift, world_size=9)
+
+
+# ---- policy
+
+BUDGET = Budget(max_failures=5, window_s=1000, same_step_failures=3, backoff_s=1.0, max_backoff_s=60.0)
+CRASH = Cause(CauseKind.EXCEPTION, "rank 0, step 7: boom")
+
+
+def failure(at_s: float = 0.0, step: int = 7, *, began: bool = True, progressed: bool = False) -> Failure:
+    return Failure(at_s, step, began, progressed, CRASH)
+
+
+def decided(*failures: Failure, now_s: float = 0.0, samples: str = "") -> Restart | Halt:
+    return decide(failures, BUDGET, now_s=now_s, jitter=0.0, samples=samples)
+
+
+def test_the_first_failure_costs_no_pause() -> None:
+    assert decided(failure(progressed=True)) == Restart(0.0, CRASH.what)
+
+
+def test_the_same_step_three_times_halts() -> None:
+    first = failure(progressed=True)
+    assert isinstance(decided(first, failure()), Restart)
+    halted = decided(first, failure(), failure(), samples="samples 1, 2")
+    assert isinstance(halted, Halt)
+    assert halted.exit_code == 79
+    assert "step 8 fails: 3 times in a row" in halted.reason
+    assert "samples 1, 2" in halted.reason
+
+
+def test_three_failures_before_the_first_step_are_not_the_same_step() -> None:
+    assert isinstance(decided(*(failure(began=False) for _ in range(4))), Restart)
+
+
+def test_too_many_failures_without_progress_halt() -> None:
+    steps = [failure(at_s=i, step=7 - i % 2) for i in range(6)]
+    assert isinstance(decided(*steps[:5], now_s=5), Restart)
+    assert isinstance(decided(*steps, now_s=6), Halt)
+    assert isinstance(decided(*steps, now_s=1003), Restart), "the first ones are long ago"
+
+
+def test_a_mistake_is_not_tried_again() -> None:
+    cause = Cause(CauseKind.MISTAKE, "wrong", "edit it", can_retry=False, exit_code=78)
+    assert decided(replace(failure(progressed=True), cause=cause)) == Halt("wrong", "edit it", 78)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 500)), min_size=1, max_size=200))
+def test_progress_goes_on_for_ever(lives: list[tuple[int, float]]) -> None:
+    """However often it fails: a job that gets further each time is never halted, and never pauses."""
+    failures: list[Failure] = []
+    step, now_s = 0, 0.0
+    for gained, lived_s in lives:
+        step, now_s = step + gained + 1, now_s + lived_s
+        failures.append(failure(now_s, step, progressed=True))
+        assert decided(*failures, now_s=now_s) == Restart(0.0, CRASH.what)
+
+
+@given(st.lists(st.integers(0, 9), min_size=20, max_size=60), st.floats(0, 0.999))
+def test_no_progress_never_goes_on_for_ever(steps: list[int], jitter: float) -> None:
+    """Failures follow each other at once: within `max_failures` and one, the job is halted."""
+    failures: list[Failure] = []
+    for number, step in enumerate(steps):
+        failures.append(failure(0.0, step))
+        decision = decide(failures, BUDGET, now_s=0.0, jitter=jitter)
+        if isinstance(decision, Halt):
+            assert number <= BUDGET.max_failures
+            return
+    raise AssertionError("never halted")
+
+
+@given(st.integers(0, 100), st.floats(0, 0.999))
+def test_backoff(num_before: int, jitter: float) -> None:
+    pause_s = backoff_s(num_before, BUDGET, jitter)
+    assert 0 <= pause_s <= BUDGET.max_backoff_s
+    assert (pause_s == 0) == (num_before == 0)
+    for fewer, more in pairwise(range(num_before + 1)):
+        assert backoff_s(fewer, BUDGET, 0) <= backoff_s(more, BUDGET, 0)
+
+
+@pytest.mark.parametrize(
+    ("end", "kind", "says", "can_retry"),
+    [
+        (RankEnd(1, -9), CauseKind.SIGNAL, "rank 1 was ended by SIGKILL", True),
+        (RankEnd(1, -9, oom_killed=True), CauseKind.OUT_OF_MEMORY, "want of memory", True),
+        (RankEnd(1, -11), CauseKind.SIGNAL, "SIGSEGV", True),
+        (RankEnd(1, -40), CauseKind.SIGNAL, "signal 40", True),
+        (RankEnd(1, 3), CauseKind.EXIT_CODE, "exit code 3, without a report", True),
+        (RankEnd(1, -9, killed_as_hung="it slept"), CauseKind.HANG, "rank 1 hung: it slept", True),
+        (RankEnd(None, -9), CauseKind.SIGNAL, "the agent was ended by SIGKILL", True),
+        (RankEnd(0, 70, "WorkerFailedError", "ValueError: x"), CauseKind.EXCEPTION, "ValueError: x", True),
+        (
+            RankEnd(0, 70, "WorkerFailedError", "OutOfMemoryError: CUDA out of memory. Tried"),
+            CauseKind.DEVICE_OUT_OF_MEMORY,
+            "the GPU's memory is full",
+            True,
+        ),
+        (
+            RankEnd(0, 70, "WorkerFailedError", "RuntimeError: CUDA error: uncorrectable ECC error encountered"),
+            CauseKind.DEVICE,
+            "defective",
+            True,
+        ),
+        (RankEnd(0, 78, "TaskError", "importing it failed"), CauseKind.MISTAKE, "importing", False),
+        (RankEnd(0, 65, "DataError", "sample 5: KeyError: 1"), CauseKind.MISTAKE, "sample 5", False),
+        (RankEnd(0, 65, "DataError", "sample 5: OSError: [Errno 5]"), CauseKind.STORAGE, "sample 5", True),
+        (RankEnd(0, 79, "HaltError", "11 skips"), CauseKind.HALT, "11 skips", False),
+        (RankEnd(0, 74, "StorageError", "no store"), CauseKind.EXCEPTION, "no store", True),
+    ],
+)
+def test_causes_in_words(end: RankEnd, kind: CauseKind, says: str, can_retry: bool) -> None:
+    cause = classify([end])
+    assert (cause.kind, cause.can_retry) == (kind, can_retry)
+    assert says in cause.what
+
+
+def test_the_first_cause_comes_before_its_consequences() -> None:
+    consequence = RankEnd(0, 70, "WorkerFailedError", "a collective failed", secondary=True)
+    terminated = RankEnd(2, -signal.SIGTERM)
+    for first in (RankEnd(1, -9), RankEnd(1, -9, killed_as_hung="hung"), RankEnd(1, 70, "TaskError", "x")):
+        assert classify([consequence, terminated, first]).rank == 1
+    assert classify([]).kind is CauseKind.AGENT
+
+
+# ---- settings
+
+
+def job(**sections: object) -> JobConfig:
+    return JobConfig.model_validate(
+        {
+            "name": "job",
+            "task": "task:MyTask",
+            "train": {"max_steps": 9, "global_batch_size": 4, "micro_batch_size": 2},
+            **sections,
+        }
+    )
+
+
+@given(st.floats(0.5, 1e5))
+def test_every_limit_is_below_the_timeout_of_collectives(collective_s: float) -> None:
+    config = job(elastic={"process_group_timeout_s": collective_s})
+    limits = limits_of(config)
+    for limit in (limits.startup_s, limits.min_step_s, limits.max_step_s, limits.eval_s, limits.snapshot_s):
+        assert 0 < limit < collective_s
+    assert config.elastic.join_timeout_s > collective_s
+
+
+@pytest.mark.parametrize("name", ["startup_timeout_s", "step_timeout_s", "eval_timeout_s", "snapshot_timeout_s"])
+def test_limits_in_the_wrong_order_are_refused(name: str) -> None:
+    with pytest.raises(ValidationError, match=f"supervisor.{name} = 60 is not below"):
+        job(supervisor={name: 60}, elastic={"process_group_timeout_s": 60})
+
+
+@given(st.integers(5, 40), st.sampled_from(list(EpochTail)), st.integers(0, 30), st.booleans())
+def test_the_samples_of_a_step_are_those_that_it_trains_on(
+    length: int, tail: EpochTail, step: int, shuffle: bool
+) -> None:
+    """As a loop that walks there finds them."""
+    config = job(data={"epoch_tail": tail.value, "shuffle": shuffle}, seed=3)
+    plan = WindowPlan(length, 4, 2, tail)
+    position = 0
+    for _ in range(step):
+        position = plan.window_at(position).stop
+    window = plan.window_at(position)
+    expected = sample_list(3, window.start, window.stop, length, shuffle=shuffle)
+    words = samples_in_step(config, step=step, length=length, global_batch_size=4)
+    assert words == f"samples {', '.join(str(i) for _, i in expected)} (epoch {expected[0][0]})"
