@@ -49,7 +49,8 @@ def assert_sound(folder: Path) -> None:
     for snapshot in tier.snapshots():
         assert verify_memory(snapshot) == []
     for stored in store.snapshots():
-        assert store.verify(stored.name) == []
+        # The dead rank's persister is still at work, and may delete an old one while we read it.
+        assert store.verify(stored.name) == [] or stored not in store.snapshots()
 
 
 def sweep(folder: Path, whole: Trained, kills: list[dict[str, str]], num_steps: int) -> None:
