@@ -1,0 +1,1 @@
+"""What runs beside a job: it never imports torch."""
