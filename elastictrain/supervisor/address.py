@@ -149,20 +149,11 @@ def _bind(path: Path, group: str | None) -> socket.socket:
             finally:
                 os.umask(mask)
         if group is not None:
-            os.chown(temporary, -1, _group_id(group))
+            _give_to_group(temporary, group)
         temporary.chmod(SOCKET_MODE)
         listening.listen(128)
         listening.setblocking(False)
         temporary.rename(path)
-    except PermissionError as error:
-        listening.close()
-        temporary.unlink(missing_ok=True)
-        if group is not None:
-            raise ConfigError(
-                f"the control socket cannot be given to the group {group}: {error.strerror}",
-                "The supervisor's user must be a member of it.",
-            ) from error
-        raise
     except BaseException:
         listening.close()
         with contextlib.suppress(OSError):
@@ -171,11 +162,16 @@ def _bind(path: Path, group: str | None) -> socket.socket:
     return listening
 
 
-def _group_id(name: str) -> int:
+def _give_to_group(path: Path, group: str) -> None:
     try:
-        return grp.getgrnam(name).gr_gid
+        os.chown(path, -1, grp.getgrnam(group).gr_gid)
     except KeyError as error:
-        raise ConfigError(f"there is no group {name}", "Name one of those in /etc/group.") from error
+        raise ConfigError(f"there is no group {group}", "Name one of those in /etc/group.") from error
+    except PermissionError as error:
+        raise ConfigError(
+            f"the control socket cannot be given to the group {group}: {error.strerror}",
+            "The supervisor's user must be a member of it.",
+        ) from error
 
 
 @contextlib.contextmanager

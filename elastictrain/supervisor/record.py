@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,10 +32,8 @@ class Record:
         self._reader = JournalReader(state_dir / JOURNAL_FILE)
         self.history = History()
         """All events so far, folded; those that could be read, of earlier supervisors."""
-        try:
+        with contextlib.suppress(StorageError):  # the journal finds out for itself, and says so
             self.history = fold(self._reader.read())
-        except StorageError:
-            pass  # the journal finds out for itself, and says so
         self.journal = Journal(state_dir / JOURNAL_FILE, clock=clock)
 
     def append(self, kind: str, fields: Mapping[str, Any]) -> None:
