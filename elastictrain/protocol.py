@@ -37,6 +37,7 @@ IDENTITY_FILE = "job.json"
 RUNS_DIR = "runs"
 SNAPSHOTS_DIR = "snapshots"
 LOCK_FILE = "lock"
+JOURNAL_FILE = "journal.db"
 
 ENV_RUN_DIR = "ELASTICTRAIN_RUN_DIR"
 """Path of the incarnation folder; the agent sets it for every worker."""

@@ -6,29 +6,41 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elastictrain.cli.snapshot_places import choose, find_place
+from elastictrain.cli.options import JobDirArgument as JobArgument
+from elastictrain.cli.options import JsonOption, StateDirOption
 from elastictrain.errors import SnapshotDamagedError, SnapshotError, StorageError, UsageError
+
+if TYPE_CHECKING:
+    from elastictrain.checkpoint.catalog import Candidate
+    from elastictrain.cli.snapshot_places import Place
 
 app = typer.Typer(no_args_is_help=True, help="List, inspect, verify, prune and export a job's snapshots.")
 
-JobArgument = Annotated[
-    str | None,
-    typer.Argument(metavar="[JOB]", help="The job: its name (under checkpoints/), its job.toml, or the folder of one."),
-]
-StateDirOption = Annotated[
-    Path | None, typer.Option("--state-dir", metavar="DIR", help="The job's state directory, instead of JOB.")
-]
 UrlOption = Annotated[
     str | None, typer.Option("--url", metavar="URL", help="Look into this store, whichever job it belongs to.")
 ]
 StepOption = Annotated[
     int | None, typer.Option("--step", metavar="N", help="The snapshot of this global step. Default: the newest.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="As JSON.")]
+
+
+# The modules below are loaded by the commands themselves: `elastictrain status` must not wait for them.
+
+
+def find_place(job: str | None, state_dir: Path | None, url: str | None) -> Place:
+    from elastictrain.cli import snapshot_places
+
+    return snapshot_places.find_place(job, state_dir, url)
+
+
+def choose(place: Place, step: int | None) -> Candidate:
+    from elastictrain.cli import snapshot_places
+
+    return snapshot_places.choose(place, step)
 
 
 @app.command("list")

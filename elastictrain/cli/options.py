@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ DEFAULT_ROOT = Path("checkpoints")
 
 
 def _complete_job(incomplete: str) -> list[str]:
-    from elastictrain.config.load import example_jobs
+    from elastictrain.config.find import example_jobs
 
     return [name for name in example_jobs() if name.startswith(incomplete)]
 
@@ -34,3 +35,23 @@ SetOption = Annotated[
         help="Override a key of job.toml, such as train.max_steps=200. Repeatable; the last one wins.",
     ),
 ]
+
+JobDirArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[JOB]", help="The job: its name (under checkpoints/), its job.toml, or the folder of one."),
+]
+StateDirOption = Annotated[
+    Path | None, typer.Option("--state-dir", metavar="DIR", help="The job's state directory, instead of JOB.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="As JSON.")]
+
+
+class Output(StrEnum):
+    """How `run` talks."""
+
+    AUTO = "auto"
+    """pretty on a terminal, json elsewhere"""
+    PRETTY = "pretty"
+    """for people: live where the terminal can, else a line per report"""
+    JSON = "json"
+    """one JSON object per event"""

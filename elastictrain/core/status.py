@@ -6,9 +6,10 @@ Keys are added, not renamed or removed, within one `schema_version`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 SCHEMA_VERSION = 1
 _DESCRIBED: dict[str, Any] = {"use_attribute_docstrings": True}
@@ -43,6 +44,21 @@ ACTIVE: frozenset[str] = frozenset({State.STARTING, State.TRAINING, State.RECOVE
 """States that need a supervisor to be alive."""
 
 
+EXIT_CODES: dict[str, int] = {
+    State.STARTING: 0,
+    State.TRAINING: 0,
+    State.STOPPING: 0,
+    State.DRAINING: 0,
+    State.NOT_RUNNING: 3,  # as LSB has it for a service that does not run
+    State.STOPPED: 3,
+    State.RECOVERING: 4,
+    State.COMPLETED: 5,
+    State.DRAINED: 6,
+    State.HALTED: 79,  # as `elastictrain run` ends then
+}
+"""What `elastictrain status JOB` ends with."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankView:
     """One rank, as its supervisor sees it now."""
@@ -69,24 +85,42 @@ class RankView:
     """Its process's resident memory."""
     device: str = ""
     """Where it computes: cpu, cuda:0."""
+    microbatch: int | None = None
+    """Index of the microbatch within the window."""
+    device_bytes: int | None = None
+    """Memory it has allocated on the device."""
+
+
+class RankFacts(Protocol):
+    """What a supervisor knows of a rank. Attributes that `RankView` has besides are taken where they are there."""
+
+    @property
+    def rank(self) -> int: ...
+
+
+class SupervisorFacts(Protocol):
+    """What a living supervisor knows beyond its journal."""
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def global_step(self) -> int | None: ...
+    @property
+    def max_steps(self) -> int | None: ...
+    @property
+    def incarnation(self) -> int | None: ...
+    @property
+    def world_size(self) -> int | None: ...
+    @property
+    def ranks(self) -> Sequence[RankFacts]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorView:
-    """What a living supervisor knows beyond its journal.
+    """The plainest `SupervisorFacts`."""
 
-    Args:
-        job: name.
-        state: one of `State`.
-        reason: why, in words.
-        global_step: windows consumed.
-        max_steps: windows until complete.
-        incarnation: number of the worker group.
-        world_size: ranks in it, over all nodes.
-        ranks: those on this node.
-    """
-
-    job: str
     state: str
     reason: str = ""
     global_step: int | None = None

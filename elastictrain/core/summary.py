@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from typing import Any, cast
 
@@ -26,12 +26,14 @@ from elastictrain.core.status import (
     Evaluated,
     JournalHealth,
     Number,
+    RankFacts,
+    RankView,
     Restart,
     SnapshotAge,
     Snapshots,
     State,
     Status,
-    SupervisorView,
+    SupervisorFacts,
 )
 
 MAX_RESTARTS = 100
@@ -190,7 +192,7 @@ def describe(
     job: str,
     state_dir: str,
     now: Moment,
-    view: SupervisorView | None = None,
+    view: SupervisorFacts | None = None,
     daemon_running: bool = False,
     socket: str | None = None,
     journal: JournalHealth | None = None,
@@ -238,7 +240,7 @@ def describe(
         evaluation=history.evaluation,
         incarnation=_or(view.incarnation if view is not None else None, history.incarnation),
         world_size=_or(view.world_size if view is not None else None, history.world_size),
-        ranks=list(view.ranks) if view is not None else [],
+        ranks=[_rank(rank) for rank in view.ranks] if view is not None else [],
         snapshots=Snapshots(memory=_age(history.in_memory, now), durable=_age(history.durable, now)),
         num_restarts=history.num_restarts + len(open_restart),
         restarts=list(restarts),
@@ -436,6 +438,11 @@ def _eta_s(state: str, step: int | None, max_steps: int | None, steps_per_s: Num
     if not isinstance(steps_per_s, float) or steps_per_s <= 0:
         return None
     return max(0, max_steps - step) / steps_per_s
+
+
+def _rank(facts: RankFacts) -> RankView:
+    known = {f.name: getattr(facts, f.name) for f in fields(RankView) if hasattr(facts, f.name)}
+    return RankView(**known)
 
 
 def _age(snapshot: tuple[int, Moment] | None, now: Moment) -> SnapshotAge | None:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from elastictrain.core.events import Event
-from elastictrain.core.status import Status, SupervisorView
+from elastictrain.core.status import Status, SupervisorFacts
 from elastictrain.errors import (
     BusyError,
     ConfigError,
@@ -98,7 +98,7 @@ class Control:
     def __init__(
         self,
         commands: Commands,
-        view: Callable[[], SupervisorView],
+        view: Callable[[], SupervisorFacts],
         record: Record,
         settings: ControlSettings | None = None,
         environment: Mapping[str, str] = os.environ,

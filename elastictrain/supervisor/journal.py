@@ -31,7 +31,6 @@ from elastictrain.core.status import JournalHealth
 from elastictrain.errors import StorageError
 from elastictrain.logs import finite
 
-JOURNAL_FILE = "journal.db"
 THINNED = frozenset({Kind.PROGRESS, Kind.SNAPSHOT_TAKEN, Kind.SNAPSHOT_DURABLE, Kind.EVALUATED})
 MAX_PER_THINNED_KIND = 2_000
 MAX_OTHERS = 5_000

@@ -87,7 +87,6 @@ class FakeSupervisor:
             for rank in range(self.world_size if self.state is State.TRAINING else 0)
         )
         return SupervisorView(
-            job=self.record.job,
             state=self.state,
             reason=self.reason,
             global_step=self.step,
