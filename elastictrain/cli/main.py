@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from elastictrain import __version__
-from elastictrain.cli import checkpoints_commands, config_commands, init_command, run_command
+from elastictrain.cli import (
+    checkpoints_commands,
+    config_commands,
+    control_commands,
+    events_commands,
+    init_command,
+    run_command,
+    service_commands,
+    status_command,
+)
 from elastictrain.errors import ElasticTrainError
 
 app = typer.Typer(
@@ -21,8 +30,18 @@ app = typer.Typer(
 )
 app.command("run")(run_command.run)
 app.command("init")(init_command.init)
+app.command("status")(status_command.status)
+app.command("events")(events_commands.events)
+app.command("logs")(events_commands.logs)
+app.add_typer(events_commands.incidents_app, name="incidents")
+app.command("stop")(control_commands.stop)
+app.command("checkpoint")(control_commands.checkpoint)
+app.command("drain")(control_commands.drain)
+app.command("resume")(control_commands.resume)
+app.command("restart")(control_commands.restart)
 app.add_typer(config_commands.app, name="config")
 app.add_typer(checkpoints_commands.app, name="checkpoints")
+app.add_typer(service_commands.app, name="service")
 
 
 def _print_version(wanted: bool) -> None:
