@@ -6,17 +6,13 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from elastictrain.cli.options import JobDirArgument as JobArgument
-from elastictrain.cli.options import JsonOption, StateDirOption
+from elastictrain.cli.options import JobDirArgument, JsonOption, StateDirOption
+from elastictrain.cli.snapshot_places import choose, find_place
 from elastictrain.errors import SnapshotDamagedError, SnapshotError, StorageError, UsageError
-
-if TYPE_CHECKING:
-    from elastictrain.checkpoint.catalog import Candidate
-    from elastictrain.cli.snapshot_places import Place
 
 app = typer.Typer(no_args_is_help=True, help="List, inspect, verify, prune and export a job's snapshots.")
 
@@ -28,24 +24,9 @@ StepOption = Annotated[
 ]
 
 
-# The modules below are loaded by the commands themselves: `elastictrain status` must not wait for them.
-
-
-def find_place(job: str | None, state_dir: Path | None, url: str | None) -> Place:
-    from elastictrain.cli import snapshot_places
-
-    return snapshot_places.find_place(job, state_dir, url)
-
-
-def choose(place: Place, step: int | None) -> Candidate:
-    from elastictrain.cli import snapshot_places
-
-    return snapshot_places.choose(place, step)
-
-
 @app.command("list")
 def list_(
-    job: JobArgument = None, state_dir: StateDirOption = None, url: UrlOption = None, as_json: JsonOption = False
+    job: JobDirArgument = None, state_dir: StateDirOption = None, url: UrlOption = None, as_json: JsonOption = False
 ) -> None:
     """List all snapshots, newest first, of both tiers."""
     place = find_place(job, state_dir, url)
@@ -80,7 +61,7 @@ def _row(entry: tuple[Any, list[str]]) -> dict[str, Any]:
 
 @app.command()
 def show(
-    job: JobArgument = None,
+    job: JobDirArgument = None,
     state_dir: StateDirOption = None,
     url: UrlOption = None,
     step: StepOption = None,
@@ -126,7 +107,7 @@ def show(
 
 @app.command()
 def verify(
-    job: JobArgument = None,
+    job: JobDirArgument = None,
     state_dir: StateDirOption = None,
     url: UrlOption = None,
     step: StepOption = None,
@@ -160,7 +141,7 @@ def verify(
 
 @app.command()
 def prune(
-    job: JobArgument = None,
+    job: JobDirArgument = None,
     state_dir: StateDirOption = None,
     url: UrlOption = None,
     keep_last: Annotated[

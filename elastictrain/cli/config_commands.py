@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
+import tomli_w
 import typer
 
+from elastictrain.checkpoint.secrets import redact_options, redact_url
 from elastictrain.cli.options import JobArgument, SetOption
+from elastictrain.config import JobConfig, load_job
 
 app = typer.Typer(no_args_is_help=True, help="Check a job.toml, show it resolved, print its schema.")
 
@@ -15,8 +18,6 @@ app = typer.Typer(no_args_is_help=True, help="Check a job.toml, show it resolved
 @app.command()
 def check(job: JobArgument, overrides: SetOption = None) -> None:
     """Check that a job.toml is valid. Says what is wrong, and where; exit code 78 if anything is."""
-    from elastictrain.config import load_job
-
     loaded = load_job(job, overrides or [])
     typer.echo(f"{loaded.path}: ok")
 
@@ -29,10 +30,6 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Show a job with all defaults and overrides applied, as a job.toml that would give the same run."""
-    import tomli_w
-
-    from elastictrain.config import load_job
-
     config = load_job(job, overrides or []).config
     plain = _without_none(config.model_dump(mode="json", exclude_defaults=changed))
     _hide_secrets(plain)
@@ -42,15 +39,11 @@ def show(
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of job.toml: every key, its type, default and meaning."""
-    from elastictrain.config import JobConfig
-
     typer.echo(json.dumps(JobConfig.model_json_schema(), indent=2))
 
 
 def _hide_secrets(plain: dict[str, Any]) -> None:
     """Credentials of a store are not shown, neither in its options nor in its URL."""
-    from elastictrain.checkpoint.secrets import redact_options, redact_url
-
     checkpoint = plain.get("checkpoint", {})
     if "url" in checkpoint:
         checkpoint["url"] = redact_url(checkpoint["url"])

@@ -2,46 +2,55 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterable
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
 from elastictrain import __version__
-from elastictrain.cli import (
-    checkpoints_commands,
-    config_commands,
-    control_commands,
-    events_commands,
-    init_command,
-    run_command,
-    service_commands,
-    status_command,
-)
 from elastictrain.errors import ElasticTrainError
 
-app = typer.Typer(
-    name="elastictrain",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Fault-tolerant elastic training for PyTorch: exact to the bit, no step lost.",
-)
-app.command("run")(run_command.run)
-app.command("init")(init_command.init)
-app.command("status")(status_command.status)
-app.command("events")(events_commands.events)
-app.command("logs")(events_commands.logs)
-app.add_typer(events_commands.incidents_app, name="incidents")
-app.command("stop")(control_commands.stop)
-app.command("checkpoint")(control_commands.checkpoint)
-app.command("drain")(control_commands.drain)
-app.command("resume")(control_commands.resume)
-app.command("restart")(control_commands.restart)
-app.add_typer(config_commands.app, name="config")
-app.add_typer(checkpoints_commands.app, name="checkpoints")
-app.add_typer(service_commands.app, name="service")
+_COMMANDS: dict[str, str] = {
+    "run": "run_command:run",
+    "init": "init_command:init",
+    "status": "status_command:status",
+    "events": "events_commands:events",
+    "logs": "events_commands:logs",
+    "incidents": "incidents_commands:app",
+    "stop": "control_commands:stop",
+    "checkpoint": "control_commands:checkpoint",
+    "drain": "control_commands:drain",
+    "resume": "control_commands:resume",
+    "restart": "control_commands:restart",
+    "checkpoints": "checkpoints_commands:app",
+    "service": "service_commands:app",
+    "config": "config_commands:app",
+}
+"""Where each command is, in the order of the help. A module's `app` is a group of commands."""
+
+
+def build_app(names: Iterable[str] = _COMMANDS) -> typer.Typer:
+    """The command line with these commands. Making one takes time: `status` need not wait for all others to be made."""
+    app = typer.Typer(
+        name="elastictrain",
+        no_args_is_help=True,
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        help="Fault-tolerant elastic training for PyTorch: exact to the bit, no step lost.",
+    )
+    app.callback()(_root)
+    for name in names:
+        module, _, attribute = _COMMANDS[name].partition(":")
+        found = getattr(import_module(f"elastictrain.cli.{module}"), attribute)
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, name=name)
+        else:
+            app.command(name)(found)
+    return app
 
 
 def _print_version(wanted: bool) -> None:
@@ -50,7 +59,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     version: Annotated[
         bool,
@@ -62,6 +70,9 @@ def _root(
 
 def main() -> None:
     """The console script: errors that we can explain are explained, without a traceback."""
+    asked = sys.argv[1] if len(sys.argv) > 1 else ""
+    is_completing = any(name.endswith("_COMPLETE") for name in os.environ)
+    app = build_app([asked] if asked in _COMMANDS and not is_completing else _COMMANDS)
     try:
         app()
     except ElasticTrainError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -44,14 +43,3 @@ StateDirOption = Annotated[
     Path | None, typer.Option("--state-dir", metavar="DIR", help="The job's state directory, instead of JOB.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="As JSON.")]
-
-
-class Output(StrEnum):
-    """How `run` talks."""
-
-    AUTO = "auto"
-    """pretty on a terminal, json elsewhere"""
-    PRETTY = "pretty"
-    """for people: live where the terminal can, else a line per report"""
-    JSON = "json"
-    """one JSON object per event"""

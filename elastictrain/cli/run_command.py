@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from elastictrain.cli.options import DEFAULT_ROOT, JobArgument, Output, SetOption
+from elastictrain.cli.options import DEFAULT_ROOT, JobArgument, SetOption
+from elastictrain.cli.views import JsonView, Output, PrettyView, View
+from elastictrain.config import load_job
 from elastictrain.core.identity import ALLOWABLE
 from elastictrain.errors import UsageError
-
-if TYPE_CHECKING:
-    from elastictrain.cli.views import View
+from elastictrain.logs import make_logger
 
 
 def run(
@@ -70,7 +70,6 @@ def run(
     from elastictrain.cli.launch import run_to_end
     from elastictrain.cli.lineage import find_source
     from elastictrain.cli.state_dir import StartOptions, StateDir
-    from elastictrain.config import load_job
 
     unknown = [name for name in allow or [] if name not in ALLOWABLE]
     if unknown:
@@ -91,9 +90,6 @@ def run(
 
 
 def _view(output: Output, job_name: str, incarnation: int) -> View:
-    from elastictrain.cli.views import JsonView, PrettyView
-    from elastictrain.logs import make_logger
-
     if output is Output.PRETTY or (output is Output.AUTO and sys.stdout.isatty()):
         from rich.console import Console
 

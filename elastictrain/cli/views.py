@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Any, Protocol
 
 from rich.console import Console, Group
@@ -15,6 +16,17 @@ from rich.text import Text
 
 from elastictrain.cli.launch import Event, Printed
 from elastictrain.logs import finite
+
+
+class Output(StrEnum):
+    """How `run` talks."""
+
+    AUTO = "auto"
+    """pretty on a terminal, json elsewhere"""
+    PRETTY = "pretty"
+    """for people: live where the terminal can, else a line per report"""
+    JSON = "json"
+    """one JSON object per event"""
 
 
 class View(Protocol):

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from elastictrain.core.events import Event, Kind, Moment
+from elastictrain.core.finite import finite
 from elastictrain.core.status import JournalHealth
 from elastictrain.errors import StorageError
-from elastictrain.logs import finite
 
 THINNED = frozenset({Kind.PROGRESS, Kind.SNAPSHOT_TAKEN, Kind.SNAPSHOT_DURABLE, Kind.EVALUATED})
 MAX_PER_THINNED_KIND = 2_000
