@@ -6,9 +6,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastictrain.cli.options import DEFAULT_ROOT
 from elastictrain.errors import MissingInputError, UsageError
 from elastictrain.protocol import IDENTITY_FILE, JOURNAL_FILE, RUNS_DIR, SPEC_FILE
+
+DEFAULT_ROOT = Path("checkpoints")
+"""Where state directories are made, each named like its job."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-DEFAULT_ROOT = Path("checkpoints")
-"""Where state directories are made, each named like its job."""
+from elastictrain.cli.job_dirs import DEFAULT_ROOT as DEFAULT_ROOT
 
 
 def _complete_job(incomplete: str) -> list[str]:
