@@ -363,7 +363,7 @@ def _incident(history: History, f: Mapping[str, Any]) -> History:
     words = f"{kind}: {who} stood still{how_long}" + (f" in {phase}" if phase else "")
     if history.state is State.TRAINING and stood_still_s is not None:
         history = _take_back(history, stood_still_s)
-    first = ranks[0] if isinstance(ranks, list | tuple) and ranks and isinstance(ranks[0], int) else None
+    first = _int({"rank": ranks[0]}, "rank") if isinstance(ranks, list | tuple) and ranks else None
     return replace(
         history,
         num_incidents=history.num_incidents + 1,
