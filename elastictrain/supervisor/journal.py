@@ -3,7 +3,7 @@
 Written by the supervisor alone, by a thread of its own, so that a slow or dead disk never holds up supervision, let
 alone training: `append` only puts the event into memory. What cannot be written stays in memory and is written when it
 can be; if that takes too long the oldest is dropped, and the journal says so itself. A file that is damaged is set
-aside under another name and a new one begun.
+aside under another name, and a new one begun with what memory still has.
 
     journal.db    table events(id, time_s, boot_s, boot_id, kind, fields); WAL, so that readers never block the writer
 
@@ -178,18 +178,17 @@ class Journal:
                     self._changed.wait_for(lambda: self._pending or self._closing)
                 if self._closing and (failures or not self._pending):
                     break
-                batch = list(self._pending)
-                gap = self._gap
             try:
-                self._write(batch, gap)
+                self._write(self._connect())
                 failures = 0
             except (sqlite3.Error, OSError) as error:
                 failures += 1
                 self._failed(error)
         self._disconnect()
 
-    def _write(self, batch: list[Event], gap: int) -> None:
-        connection = self._connect()
+    def _write(self, connection: sqlite3.Connection) -> None:
+        with self._changed:
+            batch, gap = list(self._pending), self._gap
         rows = [_row(event) for event in batch]
         if gap and rows:
             # The gap is where the oldest that is left begins; its own id must be free.
@@ -207,6 +206,7 @@ class Journal:
         if self._written_since_check >= min(_CHECK_EVERY, self._max_per_thinned_kind, self._max_others):
             self._written_since_check = 0
             self._thin(connection)
+            self._check()
 
     def _failed(self, error: sqlite3.Error | OSError) -> None:
         reason = f"{self.path}: {error}"
@@ -217,6 +217,9 @@ class Journal:
             with contextlib.suppress(OSError):
                 name = _set_aside(self.path)
                 self._set_aside = f"a damaged journal was set aside as {name}: {error}"
+                with self._changed:
+                    if len(self._recent) > len(self._pending):
+                        self._pending = deque(self._recent)
                 self.append("journal_set_aside", {"name": name, "reason": str(error)})
         with self._changed:
             self._health = JournalHealth(state="degraded", reason=reason)
@@ -266,6 +269,16 @@ class Journal:
                     )
             others = f"SELECT id FROM events WHERE kind NOT IN ({kinds}) ORDER BY id DESC LIMIT -1 OFFSET ?"
             connection.execute(f"DELETE FROM events WHERE id IN ({others})", (*THINNED, self._max_others))
+
+    def _check(self) -> None:
+        """Reads the file as others do. The connection that writes would not notice damage under its cached pages."""
+        checker = sqlite3.connect(self.path, timeout=5.0)
+        try:
+            found = checker.execute("PRAGMA quick_check(1)").fetchone()[0]
+        finally:
+            checker.close()
+        if found != "ok":
+            raise _DamageFoundError(found)
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
@@ -389,8 +402,8 @@ def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in fields.items():
         try:
             text = json.dumps(finite(value), default=str, allow_nan=False)
-        except (ValueError, TypeError, RecursionError):
-            text = json.dumps(repr(value)[:200])
+        except Exception:  # noqa: BLE001 - `append` never raises, whatever a value does when it is looked at
+            text = json.dumps(f"left out: a {type(value).__name__}")
         if len(text) > MAX_FIELDS_BYTES:
             text = json.dumps(f"left out: {len(text)} bytes")
         plain[str(key)] = json.loads(text)
@@ -401,7 +414,13 @@ def _shifted(event: Event, shift: int) -> Event:
     return Event(event.id + shift, event.moment, event.kind, event.fields)
 
 
+class _DamageFoundError(sqlite3.DatabaseError):
+    """A check found what no statement has met yet."""
+
+
 def _is_damage(error: Exception) -> bool:
+    if isinstance(error, _DamageFoundError):
+        return True
     code = getattr(error, "sqlite_errorcode", None)
     primary = code & 0xFF if isinstance(code, int) else None
     return primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
