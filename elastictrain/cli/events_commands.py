@@ -35,7 +35,7 @@ def events(
     ] = None,
     kind: Annotated[
         list[str] | None,
-        typer.Option("--kind", metavar="KIND", help="Only this kind, such as rank_failed. Repeatable."),
+        typer.Option("--kind", metavar="KIND", help="Only these kinds: rank_failed,halted. Repeatable."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
@@ -43,7 +43,7 @@ def events(
     from elastictrain.cli.job_dirs import find_job_dir
 
     where = find_job_dir(job, state_dir)
-    kinds = frozenset(kind or ())
+    kinds = frozenset(name for names in kind or () for name in names.split(",") if name)
     with contextlib.suppress(KeyboardInterrupt):
         seen = since or 0
         for event in _known_events(where, since, kinds, last):

@@ -239,7 +239,9 @@ class Control:
             while True:
                 if batch:
                     since = batch[-1].id
-                    await response.write(_json_lines([e for e in batch if not kinds or e.kind in kinds]))
+                    wanted = [e for e in batch if not kinds or e.kind in kinds]
+                    if wanted:
+                        await response.write(_json_lines(wanted))
                 if self._closing or request.transport is None or request.transport.is_closing():
                     break
                 await asyncio.sleep(_POLL_S)

@@ -150,9 +150,10 @@ def test_events(stopped: Path) -> None:
 
 def test_events_follow_over_two_supervisors(tmp_path: Path) -> None:
     folder = tmp_path / "alpha"
-    with fake_supervisor(folder, "--max-steps", "20"), start_cli(
-        "events", "-f", "--json", "--kind", "supervisor_started,completed", "--state-dir", folder
-    ) as client:
+    with (
+        fake_supervisor(folder, "--max-steps", "20"),
+        start_cli("events", "-f", "--json", "--kind", "supervisor_started,completed", "--state-dir", folder) as client,
+    ):
         seen: list[dict[str, object]] = []
         assert client.stdout is not None
         for line in client.stdout:
