@@ -39,6 +39,7 @@ class FakeSupervisor:
         world_size: how many ranks it says it has.
         halt_at: step at which it gives up; None never does.
         fail_at: step at which, once, rank 1 fails.
+        exits_when_halted: end with 79 then, rather than wait for `resume`.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class FakeSupervisor:
         world_size: int = 2,
         halt_at: int | None = None,
         fail_at: int | None = None,
+        exits_when_halted: bool = False,
     ) -> None:
         self.record = record
         self.max_steps = max_steps
@@ -57,6 +59,7 @@ class FakeSupervisor:
         self.world_size = world_size
         self.halt_at = halt_at
         self.fail_at = fail_at
+        self.exits_when_halted = exits_when_halted
         self.notifier = notify.Notifier()
         self.state = State.STARTING
         self.reason = "starting"
@@ -137,6 +140,8 @@ class FakeSupervisor:
         self.notifier.send(notify.READY, notify.status(self.reason))
         try:
             while self.state not in (State.STOPPING, State.COMPLETED):
+                if self.state is State.HALTED and self.exits_when_halted:
+                    break
                 self._wake.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), self.step_s)
@@ -231,6 +236,7 @@ async def serve(arguments: argparse.Namespace) -> int:
         step_s=arguments.step_s,
         halt_at=arguments.halt_at,
         fail_at=arguments.fail_at,
+        exits_when_halted=arguments.exit_when_halted,
     )
     control = Control(
         supervisor, supervisor.view, record, ControlSettings(arguments.group, metrics_port=arguments.metrics_port)
@@ -254,6 +260,7 @@ def main() -> int:
     parser.add_argument("--step-s", type=float, default=0.01)
     parser.add_argument("--halt-at", type=int)
     parser.add_argument("--fail-at", type=int)
+    parser.add_argument("--exit-when-halted", action="store_true")
     parser.add_argument("--group")
     parser.add_argument("--metrics-port", type=int)
     try:
