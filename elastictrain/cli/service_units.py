@@ -82,3 +82,14 @@ def _quoted(word: str) -> str:
         return word
     escaped = word.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
+
+
+def write_reference(folder: Path) -> None:
+    """The files as a package for /usr would have them: what the folder systemd/ of the repository shows."""
+    for path, text in Installation(("/usr/bin/elastictrain",)).files().items():
+        name = f"elastictrain.{path.parent.name.removesuffix('.d')}.conf" if path.suffix == ".conf" else path.name
+        (folder / name).write_text(text)
+
+
+if __name__ == "__main__":
+    write_reference(Path(sys.argv[1]))
