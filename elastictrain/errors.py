@@ -69,6 +69,12 @@ class BusyError(ElasticTrainError):
     exit_code = 75  # EX_TEMPFAIL
 
 
+class NotRunningError(ElasticTrainError):
+    """The job has no supervisor that could obey, or it does not answer."""
+
+    exit_code = 69  # EX_UNAVAILABLE
+
+
 class ReplicaMismatchError(ElasticTrainError):
     """Ranks that must hold the same thing do not."""
 
@@ -152,6 +158,7 @@ BY_NAME: dict[str, type[ElasticTrainError]] = {
         MissingInputError,
         StateDirError,
         BusyError,
+        NotRunningError,
         ReplicaMismatchError,
         StateValueError,
         SnapshotError,

@@ -6,13 +6,14 @@ A logger is made once per process and passed on; nothing is configured globally.
 from __future__ import annotations
 
 import json
-import math
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any, TextIO
 
 import structlog
 from structlog.typing import FilteringBoundLogger
+
+from elastictrain.core.finite import finite as finite
 
 Logger = FilteringBoundLogger
 EventDict = MutableMapping[str, Any]
@@ -56,15 +57,6 @@ def make_logger(
         **bound,
     )
     return logger
-
-
-def finite(value: Any) -> Any:
-    """Plain data with the numbers that JSON does not know as strings: "NaN", "Infinity", "-Infinity"."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    return value
 
 
 def _shorten(_logger: Any, _method: str, event: EventDict) -> EventDict:

@@ -45,6 +45,7 @@ SNAPSHOTS_DIR = "snapshots"
 LOCK_FILE = "lock"
 EXITS_FILE = "exits.json"
 INCIDENTS_DIR = "incidents"
+JOURNAL_FILE = "journal.db"
 
 ENV_RUN_DIR = "ELASTICTRAIN_RUN_DIR"
 """Path of the incarnation folder; the agent sets it for every worker."""

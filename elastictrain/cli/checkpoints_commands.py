@@ -10,30 +10,23 @@ from typing import Annotated, Any
 
 import typer
 
+from elastictrain.cli.options import JobDirArgument, JsonOption, StateDirOption
 from elastictrain.cli.snapshot_places import choose, find_place
 from elastictrain.errors import SnapshotDamagedError, SnapshotError, StorageError, UsageError
 
 app = typer.Typer(no_args_is_help=True, help="List, inspect, verify, prune and export a job's snapshots.")
 
-JobArgument = Annotated[
-    str | None,
-    typer.Argument(metavar="[JOB]", help="The job: its name (under checkpoints/), its job.toml, or the folder of one."),
-]
-StateDirOption = Annotated[
-    Path | None, typer.Option("--state-dir", metavar="DIR", help="The job's state directory, instead of JOB.")
-]
 UrlOption = Annotated[
     str | None, typer.Option("--url", metavar="URL", help="Look into this store, whichever job it belongs to.")
 ]
 StepOption = Annotated[
     int | None, typer.Option("--step", metavar="N", help="The snapshot of this global step. Default: the newest.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 
 @app.command("list")
 def list_(
-    job: JobArgument = None, state_dir: StateDirOption = None, url: UrlOption = None, as_json: JsonOption = False
+    job: JobDirArgument = None, state_dir: StateDirOption = None, url: UrlOption = None, as_json: JsonOption = False
 ) -> None:
     """List all snapshots, newest first, of both tiers."""
     place = find_place(job, state_dir, url)
@@ -68,7 +61,7 @@ def _row(entry: tuple[Any, list[str]]) -> dict[str, Any]:
 
 @app.command()
 def show(
-    job: JobArgument = None,
+    job: JobDirArgument = None,
     state_dir: StateDirOption = None,
     url: UrlOption = None,
     step: StepOption = None,
@@ -114,7 +107,7 @@ def show(
 
 @app.command()
 def verify(
-    job: JobArgument = None,
+    job: JobDirArgument = None,
     state_dir: StateDirOption = None,
     url: UrlOption = None,
     step: StepOption = None,
@@ -148,7 +141,7 @@ def verify(
 
 @app.command()
 def prune(
-    job: JobArgument = None,
+    job: JobDirArgument = None,
     state_dir: StateDirOption = None,
     url: UrlOption = None,
     keep_last: Annotated[

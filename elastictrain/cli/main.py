@@ -1,53 +1,35 @@
-"""`elastictrain`: the commands, and the one place where errors become exit codes."""
+"""`elastictrain`: where it begins, and the one place where errors become exit codes."""
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Annotated
 
-import typer
-
-from elastictrain import __version__
-from elastictrain.cli import checkpoints_commands, config_commands, init_command, run_command
 from elastictrain.errors import ElasticTrainError
-
-app = typer.Typer(
-    name="elastictrain",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Fault-tolerant elastic training for PyTorch: exact to the bit, no step lost.",
-)
-app.command("run")(run_command.run)
-app.command("init")(init_command.init)
-app.add_typer(config_commands.app, name="config")
-app.add_typer(checkpoints_commands.app, name="checkpoints")
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"elastictrain {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
-    ] = False,
-) -> None:
-    """Fault-tolerant elastic training for PyTorch: exact to the bit, no step lost."""
 
 
 def main() -> None:
     """The console script: errors that we can explain are explained, without a traceback."""
     try:
-        app()
+        _run(sys.argv[1:])
     except ElasticTrainError as error:
         _explain(error)
         sys.exit(error.exit_code)
+
+
+def _run(arguments: list[str]) -> None:
+    from elastictrain.cli.status_show import parse_plain, show_status
+
+    # Making a command line of typer's takes longer than finding out how a job is: the usual forms of `status`, which
+    # people and scripts call again and again, do without. Whatever else is asked, also wrongly, takes the long way.
+    if arguments[:1] == ["status"] and (request := parse_plain(arguments[1:])) is not None:
+        sys.exit(show_status(request))
+
+    from elastictrain.cli.app import COMMANDS, build_app
+
+    is_completing = any(name.endswith("_COMPLETE") for name in os.environ)
+    asked = arguments[0] if arguments else ""
+    build_app([asked] if asked in COMMANDS and not is_completing else COMMANDS)()
 
 
 def _explain(error: ElasticTrainError) -> None:

@@ -7,12 +7,11 @@ from typing import Annotated
 
 import typer
 
-DEFAULT_ROOT = Path("checkpoints")
-"""Where state directories are made, each named like its job."""
+from elastictrain.cli.job_dirs import DEFAULT_ROOT as DEFAULT_ROOT
 
 
 def _complete_job(incomplete: str) -> list[str]:
-    from elastictrain.config.load import example_jobs
+    from elastictrain.config.find import example_jobs
 
     return [name for name in example_jobs() if name.startswith(incomplete)]
 
@@ -34,3 +33,12 @@ SetOption = Annotated[
         help="Override a key of job.toml, such as train.max_steps=200. Repeatable; the last one wins.",
     ),
 ]
+
+JobDirArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[JOB]", help="The job: its name (under checkpoints/), its job.toml, or the folder of one."),
+]
+StateDirOption = Annotated[
+    Path | None, typer.Option("--state-dir", metavar="DIR", help="The job's state directory, instead of JOB.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="As JSON.")]

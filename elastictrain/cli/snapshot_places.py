@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from elastictrain.checkpoint.catalog import Candidate, latest_run, newest_first
 from elastictrain.checkpoint.format import Damage
 from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.store import Store, open_store
-from elastictrain.cli.options import DEFAULT_ROOT
+from elastictrain.cli.job_dirs import find_state_dir
 from elastictrain.config import JobConfig, load_job
 from elastictrain.config.schema import CheckpointConfig
 from elastictrain.core.retention import Condition, Kept, superfluous
@@ -110,25 +111,12 @@ def find_place(job: str | None, state_dir: Path | None, url: str | None) -> Plac
 
 def _find_job(job: str | None, state_dir: Path | None) -> tuple[Path, JobConfig | None]:
     """(state directory, settings) of a job; the settings are those it last ran with, else those of its file."""
-    loaded: JobConfig | None = None
-    if job is not None:
-        state_dir = DEFAULT_ROOT / job
-        if not state_dir.is_dir():
-            try:
-                loaded = load_job(job).config
-            except MissingInputError as error:
-                raise MissingInputError(
-                    f"there is no job {job}: neither a folder {state_dir}, nor a job.toml, nor an example",
-                    "Use --state-dir DIR for a run that writes elsewhere.",
-                ) from error
-            state_dir = DEFAULT_ROOT / loaded.name
-    assert state_dir is not None
-    if not state_dir.is_dir():
-        raise MissingInputError(
-            f"the state directory {state_dir} does not exist",
-            "The job has not run here yet; use --state-dir DIR if it writes elsewhere.",
-        )
-    return state_dir.absolute(), _last_config(state_dir) or loaded
+    path = find_state_dir(job, state_dir)
+    config = _last_config(path)
+    if config is None and job is not None:
+        with contextlib.suppress(MissingInputError):  # named by its state directory
+            config = load_job(job).config
+    return path, config
 
 
 def _last_config(state_dir: Path) -> JobConfig | None:

@@ -6,17 +6,15 @@ import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from elastictrain.config.find import default_name, find_job
 from elastictrain.config.locate import find_line
 from elastictrain.config.schema import JobConfig
-from elastictrain.errors import ConfigError, MissingInputError
-
-JOB_FILE = "job.toml"
+from elastictrain.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,37 +30,6 @@ class LoadedJob:
     config: JobConfig
     path: Path
     module_dir: Path | None
-
-
-def example_jobs() -> dict[str, Path]:
-    """The jobs that ship in the package, by name."""
-    root = Path(str(resources.files("elastictrain") / "examples"))
-    return {path.parent.name.replace("_", "-"): path for path in sorted(root.glob(f"*/{JOB_FILE}"))}
-
-
-def find_job(target: str) -> tuple[Path, bool]:
-    """The file of a job named by path, by folder, or as an example.
-
-    Returns:
-        (path, is_example)
-
-    Raises:
-        MissingInputError: there is no such job.
-    """
-    path = Path(target)
-    if path.is_file():
-        return path.resolve(), False
-    if (path / JOB_FILE).is_file():
-        return (path / JOB_FILE).resolve(), False
-    examples = example_jobs()
-    if target in examples:
-        return examples[target], True
-    near = difflib.get_close_matches(target, examples, n=1)
-    hint = f"Did you mean {near[0]}? " if near else ""
-    missing = (
-        f"{path} has no {JOB_FILE}" if path.is_dir() else f"there is no file {target}, nor an example of that name"
-    )
-    raise MissingInputError(missing, f"{hint}Examples: {', '.join(examples)}. `elastictrain init DIR` makes a new job.")
 
 
 def load_job(target: str, overrides: Sequence[str] = ()) -> LoadedJob:
@@ -85,10 +52,7 @@ def load_job(target: str, overrides: Sequence[str] = ()) -> LoadedJob:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}", "Strings need quotes; tables are [name].") from error
-    default_name = path.parent.name if path.name == JOB_FILE else path.stem
-    if is_example:
-        default_name = path.parent.name.replace("_", "-")
-    raw.setdefault("name", default_name)
+    raw.setdefault("name", default_name(path, is_example=is_example))
     overridden: set[tuple[str, ...]] = set()
     for override in overrides:
         overridden.add(_apply_override(raw, override))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastictrain.config import JobConfig, load_job
-from elastictrain.config.load import example_jobs
+from elastictrain.config.find import example_jobs
 from elastictrain.config.locate import find_line
 from elastictrain.errors import ConfigError, MissingInputError
 

@@ -1,0 +1,110 @@
+"""`elastictrain incidents`: hangs and failures that left evidence: stacks, states of processes, last lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from elastictrain.cli.events_commands import brief
+from elastictrain.cli.options import JsonOption, StateDirOption
+
+if TYPE_CHECKING:
+    from elastictrain.cli.job_dirs import JobDir
+
+_INCIDENT_FILE = "incident.json"
+_MAX_EVIDENCE_LINES = 200
+
+app = typer.Typer(
+    invoke_without_command=True, help="List hangs and failures that left evidence; show one's stacks and last lines."
+)
+
+
+@app.callback()
+def incidents(
+    context: typer.Context,
+    job: Annotated[str | None, typer.Option("--job", metavar="JOB", help="As JOB of `elastictrain status`.")] = None,
+    state_dir: StateDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the incidents of a job, oldest first."""
+    context.obj = (job, state_dir)
+    if context.invoked_subcommand is not None:
+        return
+    from elastictrain.cli.job_dirs import find_job_dir
+
+    found = _incidents(find_job_dir(job, state_dir))
+    rows = [{"incident": name, "path": str(path), **_read_incident(path)} for name, path in found]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    if not rows:
+        typer.echo("No incidents.")
+    for row in rows:
+        facts = "  ".join(f"{k}={brief(v)}" for k, v in row.items() if k not in ("incident", "path"))
+        typer.echo(f"{row['incident']:>6}  {facts or row['path']}")
+
+
+@app.command()
+def show(
+    context: typer.Context,
+    number: Annotated[str, typer.Argument(metavar="N", help="As `elastictrain incidents` lists it, such as 3.")],
+    as_json: JsonOption = False,
+    full: Annotated[bool, typer.Option("--full", help="Files in full length.")] = False,
+) -> None:
+    """Show one incident: what was found, and the evidence that was kept."""
+    from elastictrain.cli.job_dirs import find_job_dir
+    from elastictrain.errors import MissingInputError
+
+    found = _incidents(find_job_dir(*context.obj))
+    paths = [path for name, path in found if name == number or name.lstrip("0") == number.lstrip("0")]
+    if not paths:
+        names = ", ".join(name for name, _ in found) or "none"
+        raise MissingInputError(f"there is no incident {number}", f"There are: {names}.")
+    path = paths[-1]
+    files = sorted(p for p in path.rglob("*") if p.is_file() and p.name != _INCIDENT_FILE)
+    if as_json:
+        evidence = {str(p.relative_to(path)): _read_text(p) for p in files}
+        fields = {"incident": number, "path": str(path), **_read_incident(path), "evidence": evidence}
+        typer.echo(json.dumps(fields, indent=2))
+        return
+    typer.echo(str(path))
+    for key, value in _read_incident(path).items():
+        typer.echo(f"{key.replace('_', ' '):<16} {brief(value)}")
+    for file in files:
+        lines = _read_text(file).splitlines()
+        typer.echo(f"\n---- {file.relative_to(path)}")
+        shown = lines if full else lines[-_MAX_EVIDENCE_LINES:]
+        if len(shown) < len(lines):
+            typer.echo(f"[{len(lines) - len(shown)} lines before; --full shows them]")
+        typer.echo("\n".join(shown))
+
+
+def _incidents(where: JobDir) -> list[tuple[str, Path]]:
+    """(name, folder): of the job, and of its incarnations, these named run/number."""
+    own = [(p.name, p) for p in (where.path / "incidents").glob("*") if p.is_dir() and p.name.isdigit()]
+    found = sorted((int(name), str(int(name)), p) for name, p in own)
+    of_runs = [
+        (int(p.name), f"{int(run.name)}/{int(p.name)}", p)
+        for run in where.runs
+        for p in sorted((run / "incidents").glob("*"))
+        if p.is_dir() and p.name.isdigit()
+    ]
+    return [(name, path) for _, name, path in [*found, *of_runs]]
+
+
+def _read_incident(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads((path / _INCIDENT_FILE).read_text())
+    except (OSError, ValueError) as error:
+        return {"damaged": f"{_INCIDENT_FILE} cannot be read: {error}"}
+    return fields if isinstance(fields, dict) else {"damaged": f"{_INCIDENT_FILE} is not an object"}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode(errors="replace")
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
