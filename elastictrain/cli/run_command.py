@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -88,7 +88,9 @@ def run(
 
     from elastictrain.cli.lineage import find_source
     from elastictrain.cli.state_dir import StartOptions, StateDir
-    from elastictrain.supervisor.events import JsonLinesSink
+    from elastictrain.supervisor.control import ControlSettings
+    from elastictrain.supervisor.record import Record
+    from elastictrain.supervisor.service import serve
     from elastictrain.supervisor.supervisor import Supervisor
 
     unknown = [name for name in allow or [] if name not in ALLOWABLE]
@@ -109,16 +111,13 @@ def run(
         def prepare() -> Incarnation:
             return prepared.pop() if prepared else state.prepare(loaded, options.of_restart())
 
-        with _view(output, config.name, first.number) as view, Showing(view) as showing:
+        record = Record(state.path, config.name)
+        settings = ControlSettings(config.supervisor.control_group, metrics_port=config.supervisor.metrics_port)
+        with closing(record), _view(output, config.name, first.number) as view, Showing(view) as showing:
             supervisor = Supervisor(
-                config,
-                prepare,
-                state_dir=state.path,
-                sink=JsonLinesSink(state.path / "events.jsonl"),
-                show=showing.show,
-                stay_up=service,
+                config, prepare, state_dir=state.path, sink=record, show=showing.show, stay_up=service
             )
-            ending = asyncio.run(supervisor.run())
+            ending = asyncio.run(serve(supervisor, record, settings))
         if ending.error is not None:
             raise ending.error
         if ending.outcome is not None:

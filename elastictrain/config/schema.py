@@ -278,6 +278,10 @@ class SupervisorConfig(Section):
     """Pause before the second restart without progress; it doubles with each."""
     max_backoff_s: PositiveFloat = 120.0
     """The longest such pause."""
+    control_group: str | None = None
+    """Members of this group may use the control socket too. Default: the supervisor's own group."""
+    metrics_port: Annotated[int, Field(ge=0, lt=65536)] | None = None
+    """Serve /metrics for Prometheus on this loopback port as well; 0 takes a free one. Default: on the socket only."""
 
     DEFAULT_SHARE: ClassVar[float] = 0.8
     """Of the process group's timeout, for the limits that are unset."""
