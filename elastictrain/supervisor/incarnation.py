@@ -47,6 +47,10 @@ class Incarnation:
         self._agent: subprocess.Popen[bytes] | None = None
         self._oom_kills_before = 0
 
+    def command(self) -> list[str]:
+        """What starts the agent."""
+        return [sys.executable, "-m", "elastictrain.training.agent", str(self.run_dir)]
+
     def start(self) -> None:
         """Starts the agent. Call it on the main thread: the agent dies with the thread that started it (prctl(2))."""
         env = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -57,7 +61,7 @@ class Incarnation:
         logs.mkdir(exist_ok=True)
         with (logs / "agent.out").open("wb") as output:
             self._agent = subprocess.Popen(
-                [sys.executable, "-m", "elastictrain.training.agent", str(self.run_dir)],
+                self.command(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

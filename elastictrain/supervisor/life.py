@@ -41,7 +41,7 @@ from elastictrain.supervisor.evidence import (
 )
 from elastictrain.supervisor.incarnation import Incarnation
 from elastictrain.supervisor.output import Line, RankOutput
-from elastictrain.supervisor.settings import limits_of, stop_timeout_s
+from elastictrain.supervisor.settings import STOP_GRACE_S, limits_of, stop_timeout_s
 from elastictrain.supervisor.watch import Watch, has_left_early, process_state
 
 POLL_S = 0.2
@@ -72,7 +72,7 @@ class LifeEnd:
         outcome: what rank zero wrote; None if it did not get there.
         ends: ranks that ended badly.
         reached_step: furthest step that was committed.
-        began_step: a step was begun.
+        began_step: all ranks had begun a step: one that died in its start says nothing about the step.
         lived_s: from start to end.
     """
 
@@ -193,7 +193,7 @@ class Life:
             outcome=self.incarnation.outcome,
             ends=tuple(ends),
             reached_step=reached if reached is not None else max((end.step for end in ends), default=0),
-            began_step=reached is not None,
+            began_step=all(beat is not None and beat.first_step >= 0 for beat in self.heartbeats.values()),
             lived_s=time.monotonic() - self.started_s,
         )
 
@@ -218,7 +218,8 @@ class Life:
             return
         passed_s = now_s - self._stop_asked_s
         timeout_s = stop_timeout_s(self._config)
-        if passed_s > min(self._config.checkpoint.preempt_deadline_s, timeout_s / 2):
+        hurry_s = min(self._config.checkpoint.preempt_deadline_s, max(timeout_s - STOP_GRACE_S, timeout_s / 2))
+        if passed_s > hurry_s:
             self.incarnation.board.ask_to_hurry()
         nothing_to_keep = self.reached_step is None and passed_s > START_GRACE_S
         if passed_s > timeout_s or nothing_to_keep:

@@ -279,6 +279,7 @@ def test_slow_is_not_hung(tmp_path: Path, undisturbed: str) -> None:
 # ---- giving up
 
 
+@pytest.mark.long
 def test_a_step_that_always_fails_halts_the_job(tmp_path: Path) -> None:
     """Three times the same step: it is the step. What it holds is said, the state is kept."""
     ran = run_faulty(tmp_path, [("loss", "raise", 1, 5)], params={"always": True})
@@ -386,6 +387,7 @@ async def until(condition: Any, deadline_s: float = 90.0) -> None:
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.long
 def test_commands(tmp_path: Path) -> None:
     """A snapshot on request; drained, the supervisor stays; it resumes where it was, shows itself, and stops."""
     path = write_faulty(
