@@ -142,8 +142,8 @@ class Showing:
 
     def _run(self) -> None:
         while (line := self._lines.get()) is not None:
-            # Whoever read our output may be gone; the training goes on without.
-            with suppress(OSError):
+            # Whoever read our output may be gone, a line may not be what it looks like: the training goes on.
+            with suppress(Exception):
                 self._view.show(line)
 
     def __enter__(self) -> Showing:

@@ -134,7 +134,7 @@ class PrettyView:
             case "restart_planned":
                 when = f"in {fields['delay_s']:.1f} s" if fields["delay_s"] else "now"
                 self._print(Text(f"starting again {when}, from the newest snapshot", style="yellow"))
-            case "training_ended" | "rank_failed" | "rank_killed" | "halted" | "stopped":
+            case "training_ended" | "rank_failed" | "rank_killed" | "halted":
                 pass  # the summary, the error, or another line says it
             case _:
                 style = {"warning": "yellow", "error": "red"}.get(fields.get("level", ""), "")

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 
@@ -32,6 +32,7 @@ from elastictrain.errors import (
     UsageError,
 )
 from elastictrain.supervisor import address
+from elastictrain.supervisor.commands import Commands
 from elastictrain.supervisor.journal import as_json
 from elastictrain.supervisor.metrics import CONTENT_TYPE, render_metrics
 from elastictrain.supervisor.record import Record
@@ -43,30 +44,6 @@ _MAX_EVENTS = 10_000
 _JSON_LINES = "application/x-ndjson"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class Commands(Protocol):
-    """What a supervisor can be told. Each returns when it is done, or raises an ElasticTrainError that says why not."""
-
-    async def stop(self, reason: str) -> None:
-        """Has the ranks keep their state and end; then the supervisor ends too."""
-        ...
-
-    async def checkpoint(self, timeout_s: float) -> int:
-        """A snapshot now, durable when this returns: its global step. Raises TimeoutError."""
-        ...
-
-    async def drain(self) -> None:
-        """Keeps the state, leaves the rendezvous, stays down."""
-        ...
-
-    async def resume(self) -> None:
-        """Goes on after a drain or a halt."""
-        ...
-
-    async def restart(self, reason: str) -> None:
-        """A new worker group, from the state of the old one."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -31,9 +30,9 @@ from elastictrain.supervisor.events import EventSink, NullSink
 from elastictrain.supervisor.incarnation import Incarnation, clear_away
 from elastictrain.supervisor.life import Life, LifeEnd
 from elastictrain.supervisor.output import Event, Line
-from elastictrain.supervisor.settings import budget_of, samples_in_step
-from elastictrain.supervisor.view import RankView, RestartView, SupervisorView
-from elastictrain.supervisor.watch import NS_PER_S
+from elastictrain.supervisor.remembered import Progress, Said
+from elastictrain.supervisor.settings import budget_of
+from elastictrain.supervisor.view import RestartView, SupervisorView
 
 FORWARDED = frozenset({"restored", "progress", "snapshot_taken", "snapshot_durable", "evaluated"})
 """Events of the ranks that are kept as they come."""
@@ -112,15 +111,8 @@ class Supervisor:
         self._num_signals = 0
         self._started_s = time.monotonic()
         self._started_at = time.time()
-        # Progress and what was lost of it.
-        self._furthest = -1
-        self._furthest_s = self._started_s
-        self._is_behind = False
-        self._lost_s = 0.0
-        # What the ranks have said.
-        self._said: dict[str, Any] = {}
-        self._devices: dict[int, str] = {}
-        self._durable_step = -1
+        self._progress = Progress(self._started_s)
+        self._said = Said(config)
         self._snapshot_wanted = False
         self._last_incident: int | None = None
 
@@ -215,7 +207,7 @@ class Supervisor:
     def _failed(self, cause: Cause, end: LifeEnd | None, reports: list[ElasticTrainError] | None = None) -> None:
         """Takes note of a failure and decides what follows."""
         now_s = time.monotonic()
-        reached = end.reached_step if end is not None else max(self._furthest, 0)
+        reached = end.reached_step if end is not None else self._progress.furthest or 0
         furthest_before = max((failure.reached_step for failure in self._failures), default=-1)
         self._failures.append(
             Failure(
@@ -236,13 +228,13 @@ class Supervisor:
                 ended_at=time.time(),
             )
         )
-        self._is_behind = True
+        self._progress.fell_behind()
         decision = decide(
             self._failures,
             self._budget,
             now_s=now_s,
             jitter=random.random(),
-            samples=self._samples_in_step(reached),
+            samples=self._said.samples_in_step(reached),
         )
         if isinstance(decision, Halt):
             self._move(Trigger.GIVEN_UP, decision.reason)
@@ -262,17 +254,6 @@ class Supervisor:
             await self._wait_for_change(self._delay_s)
         if self._state in lifecycle.ENDING:
             self._ended_on_request(None)
-
-    def _samples_in_step(self, step: int) -> str:
-        """In words; empty while the ranks have not said how much data there is."""
-        if "samples" not in self._said:
-            return ""
-        return samples_in_step(
-            self._config,
-            step=step,
-            length=int(self._said["samples"]),
-            global_batch_size=int(self._said["global_batch_size"]),
-        )
 
     # ---- states and events
 
@@ -331,20 +312,12 @@ class Supervisor:
         self._show(line)
         if not isinstance(line, Event):
             return
-        fields = line.fields
-        match line.name:
-            case "training_started":
-                self._said |= fields
-                with contextlib.suppress(KeyError, TypeError, ValueError):
-                    self._devices[int(fields["rank"])] = str(fields["device"])
-            case "snapshot_durable":
-                with contextlib.suppress(KeyError, TypeError, ValueError):
-                    self._durable_step = max(self._durable_step, int(fields["at_step"]))
-            case "snapshot_left_out" | "snapshot_failed" if self._snapshot_wanted and self._life is not None:
-                self._life.incarnation.board.ask_for_snapshot()
+        self._said.hear(line)
+        if line.name in ("snapshot_left_out", "snapshot_failed") and self._snapshot_wanted and self._life is not None:
+            self._life.incarnation.board.ask_for_snapshot()
         if line.name in FORWARDED:
             with contextlib.suppress(Exception):
-                self._sink.append(line.name, {key: value for key, value in fields.items() if key not in _STAMPS})
+                self._sink.append(line.name, {key: value for key, value in line.fields.items() if key not in _STAMPS})
 
     def _on_look(self, life: Life) -> None:
         """The ranks' records were read."""
@@ -352,11 +325,8 @@ class Supervisor:
         if life.all_train and self._state in (State.STARTING, State.RECOVERING) and self._restart_reason is None:
             self._move(Trigger.RANKS_TRAINED, "all ranks train")
             self.emit("ranks_training", incarnation=self._number, global_step=reached)
-        if reached is not None and reached > self._furthest:
-            if self._is_behind:
-                self._lost_s += now_s - self._furthest_s
-                self._is_behind = False
-            self._furthest, self._furthest_s = reached, now_s
+        if reached is not None:
+            self._progress.reached(reached, now_s)
 
     # ---- signals
 
@@ -399,7 +369,7 @@ class Supervisor:
         self._snapshot_wanted = True
         life.incarnation.board.ask_for_snapshot()
         try:
-            while self._durable_step < wanted:
+            while self._said.durable_step < wanted:
                 if time.monotonic() > deadline_s or self._life is not life:
                     raise StorageError(
                         f"no snapshot of step {wanted} or later was durable within {timeout_s:g} s",
@@ -408,7 +378,7 @@ class Supervisor:
                 await asyncio.sleep(ASK_INTERVAL_S)
         finally:
             self._snapshot_wanted = False
-        return self._durable_step
+        return self._said.durable_step
 
     async def drain(self) -> None:
         before = self._state
@@ -429,7 +399,7 @@ class Supervisor:
                 f"there is no worker group to restart: the job is {self._state}", "Use `elastictrain resume`."
             )
         self._restart_reason = reason
-        self._is_behind = True
+        self._progress.fell_behind()
         self._move(Trigger.RESTART_ASKED, reason)
         self._life.ask_to_stop()
 
@@ -446,51 +416,24 @@ class Supervisor:
             now_s: of `time.monotonic`.
         """
         life = self._life
-        ranks = tuple(self._rank_views(life, now_s)) if life is not None else ()
-        max_steps = self._said.get("max_steps")
+        ranks = self._said.rank_views(life, now_s) if life is not None else ()
         reached = life.reached_step if life is not None else None
         return SupervisorView(
             job=self._config.name,
             state=self._state,
             reason=self._reason,
-            global_step=reached if reached is not None else max(self._furthest, 0),
-            max_steps=int(max_steps) if max_steps is not None else self._config.train.max_steps,
+            global_step=reached if reached is not None else self._progress.furthest or 0,
+            max_steps=self._said.max_steps,
             incarnation=self._number,
-            world_size=int(self._said.get("world_size", self._config.elastic.nproc_per_node)),
+            world_size=self._said.world_size,
             ranks=ranks,
             restarts=tuple(self._restarts),
-            lost_s=self._lost_s + (now_s - self._furthest_s if self._is_behind else 0.0),
+            lost_s=self._progress.lost_s(now_s),
             started_at=self._started_at,
             uptime_s=now_s - self._started_s,
             pid=os.getpid(),
             last_incident=life.incident or self._last_incident if life is not None else self._last_incident,
         )
-
-    def _rank_views(self, life: Life, now_s: float) -> list[RankView]:
-        host = socket.gethostname()
-        views = []
-        for rank, beat in life.heartbeats.items():
-            if beat is None:
-                views.append(RankView(rank, None, host, "none", now_s - life.started_s, 0, None, 0.0, 0, ""))
-                continue
-            views.append(
-                RankView(
-                    rank=rank,
-                    pid=beat.pid,
-                    host=host,
-                    phase=beat.phase.name.lower(),
-                    phase_s=max(0.0, now_s - beat.phase_since_ns / NS_PER_S),
-                    step=beat.step,
-                    heartbeat_age_s=max(0.0, now_s - max(beat.tick_ns, beat.moved_ns) / NS_PER_S),
-                    cpu_percent=life.cpu_percent(beat.pid),
-                    memory_bytes=beat.memory_bytes,
-                    device=self._devices.get(rank, ""),
-                    microbatch=beat.microbatch,
-                    device_bytes=beat.device_bytes,
-                    loss=beat.loss,
-                )
-            )
-        return views
 
 
 def as_plain(view: SupervisorView) -> dict[str, Any]:

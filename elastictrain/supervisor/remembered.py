@@ -1,0 +1,114 @@
+"""What the supervisor remembers of the ranks: what they have said, how far they have got, how much time was lost."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from typing import Any
+
+from elastictrain.config.schema import JobConfig
+from elastictrain.supervisor.life import Life
+from elastictrain.supervisor.output import Event
+from elastictrain.supervisor.settings import samples_in_step
+from elastictrain.supervisor.view import RankView
+from elastictrain.supervisor.watch import NS_PER_S
+
+
+class Progress:
+    """How far the job has ever got, and the time in which it did not get further after a failure.
+
+    Args:
+        now_s: of `time.monotonic`.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self.furthest: int | None = None
+        """The furthest step; None before any rank has begun."""
+        self._reached_s = now_s
+        self._is_behind = False
+        self._lost_s = 0.0
+
+    def reached(self, step: int, now_s: float) -> None:
+        """A rank is at this step."""
+        if self.furthest is not None and step <= self.furthest:
+            return
+        if self._is_behind:
+            self._lost_s += now_s - self._reached_s
+            self._is_behind = False
+        self.furthest, self._reached_s = step, now_s
+
+    def fell_behind(self) -> None:
+        """The worker group is gone: until the next one gets further than this one, time is lost."""
+        self._is_behind = True
+
+    def lost_s(self, now_s: float) -> float:
+        return self._lost_s + (now_s - self._reached_s if self._is_behind else 0.0)
+
+
+class Said:
+    """What the ranks have said in their events.
+
+    Args:
+        config: of the job.
+    """
+
+    def __init__(self, config: JobConfig) -> None:
+        self._config = config
+        self._start: dict[str, Any] = {}
+        self._devices: dict[int, str] = {}
+        self.durable_step = -1
+        """The newest step that is durable; -1 before any."""
+
+    def hear(self, event: Event) -> None:
+        """Takes note of an event. One that lacks what it should have, such as a print of the user's, is passed over."""
+        fields = event.fields
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            if event.name == "training_started":
+                self._devices[int(fields["rank"])] = str(fields["device"])
+                self._start = dict(fields)
+            elif event.name == "snapshot_durable":
+                self.durable_step = max(self.durable_step, int(fields["at_step"]))
+
+    @property
+    def max_steps(self) -> int | None:
+        steps = self._start.get("max_steps", self._config.train.max_steps)
+        return int(steps) if steps is not None else None
+
+    @property
+    def world_size(self) -> int:
+        return int(self._start.get("world_size", self._config.elastic.nproc_per_node))
+
+    def samples_in_step(self, step: int) -> str:
+        """In words; empty while nobody has said how much data there is."""
+        try:
+            length, global_batch_size = int(self._start["samples"]), int(self._start["global_batch_size"])
+        except (KeyError, TypeError, ValueError):
+            return ""
+        return samples_in_step(self._config, step=step, length=length, global_batch_size=global_batch_size)
+
+    def rank_views(self, life: Life, now_s: float) -> tuple[RankView, ...]:
+        """The ranks of this node at one moment."""
+        host = socket.gethostname()
+        views = []
+        for rank, beat in life.heartbeats.items():
+            if beat is None:
+                views.append(RankView(rank, None, host, "none", now_s - life.started_s, 0, None, 0.0, 0, ""))
+                continue
+            views.append(
+                RankView(
+                    rank=rank,
+                    pid=beat.pid,
+                    host=host,
+                    phase=beat.phase.name.lower(),
+                    phase_s=max(0.0, now_s - beat.phase_since_ns / NS_PER_S),
+                    step=beat.step,
+                    heartbeat_age_s=max(0.0, now_s - max(beat.tick_ns, beat.moved_ns) / NS_PER_S),
+                    cpu_percent=life.cpu_percent(beat.pid),
+                    memory_bytes=beat.memory_bytes,
+                    device=self._devices.get(rank, ""),
+                    microbatch=beat.microbatch,
+                    device_bytes=beat.device_bytes,
+                    loss=beat.loss,
+                )
+            )
+        return tuple(views)
