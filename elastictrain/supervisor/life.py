@@ -190,9 +190,12 @@ class Life:
         steps = {rank: beat.step for rank, beat in self.heartbeats.items() if beat is not None}
         ends = self.incarnation.bad_ends(self._killed, self._torn_down, steps)
         reached = self.reached_step
+        outcome = self.incarnation.outcome
+        if reached is None and outcome is not None:
+            reached = outcome["summary"].get("step")  # restored at its last step: there was none to begin
         return LifeEnd(
             number=self.incarnation.number,
-            outcome=self.incarnation.outcome,
+            outcome=outcome,
             ends=tuple(ends),
             reached_step=reached if reached is not None else max((end.step for end in ends), default=0),
             began_step=all(beat is not None and beat.first_step >= 0 for beat in self.heartbeats.values()),
