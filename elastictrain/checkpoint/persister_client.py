@@ -23,6 +23,8 @@ from elastictrain.checkpoint.persist_loop import PersisterSettings, PersistLoop,
 
 FIRST_RESTART_PAUSE_S = 0.2
 LONGEST_RESTART_PAUSE_S = 30.0
+LAUNCH_TIMEOUT_S = 10.0
+"""How long the first hand-over waits for the process to begin, which takes milliseconds."""
 
 # A process that is forked (a loader of the training data) while another thread starts the persister inherits the pipe
 # on whose end of file that thread waits, and keeps it open for as long as it lives: Popen would never return. So
@@ -82,6 +84,7 @@ class Persister:
         self._process: subprocess.Popen[str] | None = None
         self._loop: PersistLoop | None = None
         self._thread: threading.Thread | None = None
+        self._launched = threading.Event()
 
     @property
     def status(self) -> PersisterStatus:
@@ -112,6 +115,10 @@ class Persister:
                 self._send({"persist": asdict(request)})
         if self._loop is not None:
             self._loop.submit(request)
+        elif not self._in_process:
+            # Until the child has begun its program, a fork elsewhere in this process (a loader process) would inherit
+            # the pipe by which subprocess learns of that, and it would never learn it.
+            self._launched.wait(LAUNCH_TIMEOUT_S)
 
     def wait(self, global_step: int, timeout_s: float) -> bool:
         """Waits until a snapshot of this step, or a later one, is durable.
@@ -171,6 +178,7 @@ class Persister:
         pause_s = FIRST_RESTART_PAUSE_S
         while True:
             process = self._start()
+            self._launched.set()
             began_s = time.monotonic()
             assert process.stdout is not None
             for line in process.stdout:

@@ -231,7 +231,9 @@ def judge(
     """
     age_s = {seen.rank: max(0.0, now_s - seen.moved_s) for seen in ranks}
     limit = {seen.rank: limit_s(seen, limits, longest_step_s) for seen in ranks}
-    over = [seen for seen in ranks if age_s[seen.rank] > limit[seen.rank]]
+    # Who has come to its end and is gone has left in order, while rank zero, say, still waits for storage.
+    present = [seen for seen in ranks if not has_left(seen)]
+    over = [seen for seen in present if age_s[seen.rank] > limit[seen.rank]]
     guilty: dict[int, str] = {}
     everybody_waits = False
     if over:
@@ -239,19 +241,21 @@ def judge(
         if not guilty:
             waiting = [seen for seen in over if _waits(seen)]
             stuck = [seen for seen in over if not _waits(seen)]
-            within = [seen for seen in ranks if age_s[seen.rank] <= limit[seen.rank]]
+            within = [seen for seen in present if age_s[seen.rank] <= limit[seen.rank]]
             if stuck:
                 guilty = _furthest_behind(stuck, within)
-            elif len(waiting) == len(ranks):
+            elif len(waiting) == len(present):
                 everybody_waits = True
                 patience = 1.0 if len(ranks) >= world_size else 2.0
-                if all(age_s[seen.rank] > patience * limit[seen.rank] for seen in ranks):
-                    guilty = _disagreeing(ranks, all_here=len(ranks) >= world_size)
+                if all(age_s[seen.rank] > patience * limit[seen.rank] for seen in present):
+                    guilty = _disagreeing(present, all_here=len(ranks) >= world_size)
     verdicts = []
     for seen in ranks:
         age, bound = age_s[seen.rank], limit[seen.rank]
         if seen.rank in guilty:
             health, why = Health.HUNG, guilty[seen.rank]
+        elif has_left(seen):
+            health, why = Health.HEALTHY, ""
         elif age > bound:
             health, why = Health.WAITING, "waits for another rank"
         elif age > bound / 2:
@@ -260,6 +264,11 @@ def judge(
             health, why = Health.HEALTHY, ""
         verdicts.append(RankVerdict(seen.rank, health, age, bound, why))
     return Verdict(tuple(verdicts), everybody_waits)
+
+
+def has_left(seen: RankSeen) -> bool:
+    """Whether a rank has ended in order."""
+    return seen.process is ProcessState.GONE and seen.phase is Phase.EXIT
 
 
 def _waits(seen: RankSeen) -> bool:

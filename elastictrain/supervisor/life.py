@@ -23,6 +23,7 @@ from elastictrain.core.liveness import (
     RankVerdict,
     StepTimes,
     Verdict,
+    has_left,
     judge,
     limit_s,
     shortest_limit_s,
@@ -126,6 +127,7 @@ class Life:
         self._stop_asked_s: float | None = None
         self._killed: dict[int, str] = {}
         self._torn_down: set[int] = set()
+        self._left: set[int] = set()
         self.heartbeats: dict[int, Heartbeat | None] = {}
         self.incident: int | None = None
 
@@ -188,9 +190,12 @@ class Life:
         steps = {rank: beat.step for rank, beat in self.heartbeats.items() if beat is not None}
         ends = self.incarnation.bad_ends(self._killed, self._torn_down, steps)
         reached = self.reached_step
+        outcome = self.incarnation.outcome
+        if reached is None and outcome is not None:
+            reached = outcome["summary"].get("step")  # restored at its last step: there was none to begin
         return LifeEnd(
             number=self.incarnation.number,
-            outcome=self.incarnation.outcome,
+            outcome=outcome,
             ends=tuple(ends),
             reached_step=reached if reached is not None else max((end.step for end in ends), default=0),
             began_step=all(beat is not None and beat.first_step >= 0 for beat in self.heartbeats.values()),
@@ -235,7 +240,7 @@ class Life:
                 return
         self._read_at_s = now_s
         self.heartbeats = self._watch.heartbeats()
-        seen = self._watch.seen(self.heartbeats)
+        seen = [rank for rank in self._watch.seen(self.heartbeats) if rank.rank not in self._left]
         self._times.observe(seen)
         self._on_look(self)
         if self._failing_since_s is None and self._somebody_left(seen, now_s):
@@ -243,7 +248,7 @@ class Life:
         if self._failing_since_s is not None:
             self._tear_down(seen, now_s)
             return
-        if now_s >= self._look_again_s and self._judge(seen, now_s).is_over_limit:
+        if seen and now_s >= self._look_again_s and self._judge(seen, now_s).is_over_limit:
             await self._examine(seen)
 
     def _judge(self, seen: list[RankSeen], now_s: float) -> Verdict:
@@ -257,7 +262,8 @@ class Life:
 
     def _somebody_left(self, seen: list[RankSeen], now_s: float) -> bool:
         """Whether a rank is gone before its end, or all are: what is left has `teardown_timeout_s` from now on."""
-        if now_s - self._leave_checked_s < LEAVE_CHECK_S or now_s - min(s.moved_s for s in seen) < LEAVE_CHECK_S:
+        oldest_s = min((rank.moved_s for rank in seen), default=float("-inf"))
+        if now_s - self._leave_checked_s < LEAVE_CHECK_S or now_s - oldest_s < LEAVE_CHECK_S:
             return False
         self._leave_checked_s = now_s
         states = [
@@ -301,6 +307,7 @@ class Life:
         looked = [self._with_process(rank, pids) for rank in self._watch.seen(self.heartbeats)]
         looked = [replace(r, in_collective=_in_collective(r, stacks)) for r in looked]
         now_s = time.monotonic()
+        self._left |= {rank.rank for rank in looked if has_left(rank)}
         verdict = self._judge(looked, now_s)
         if not verdict.culprits:
             self._look_again_s = now_s + min(LOOK_AGAIN_S, min(v.limit_s for v in verdict.ranks) / 4)

@@ -31,8 +31,8 @@ def main(run_dir: Path) -> int:
     os.environ[ENV_RUN_DIR] = str(run_dir)
     # Where NCCL keeps its flight record, and that it writes it when a collective times out; nothing without NCCL.
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
-    os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(run_dir / "nccl-record-"))
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(run_dir / "nccl-record-"))
 
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -58,7 +58,8 @@ def strike(kind: str) -> None:
 
 
 class Faults:
-    """What is to happen where: `[place, kind, rank, step]`; step is ignored outside training."""
+    """What is to happen where: `[place, kind, rank, step]`; for metrics and eval item, step is the
+    sample; elsewhere outside training it is ignored."""
 
     def __init__(self, faults: list[list[Any]], marks: str, always: bool) -> None:
         self._faults = faults
@@ -135,5 +136,5 @@ class Task:
         self.loaded = state
 
     def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        self.faults.at("metrics")
+        self.faults.at("metrics", int(batch["index"][0]))
         return {"loss": F.mse_loss(model(batch["x"]).squeeze(1), batch["y"])}

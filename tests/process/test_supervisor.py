@@ -195,7 +195,7 @@ def test_collectives_that_do_not_match(tmp_path: Path, undisturbed: str) -> None
 def test_a_hang_in_evaluation(tmp_path: Path, undisturbed: str) -> None:
     ran = run_faulty(
         tmp_path,
-        [("metrics", "sleep", 1, 0)],
+        [("metrics", "sleep", 1, 2)],
         params={"eval_length": 4},
         eval={"every_steps": 6},
         supervisor={"eval_timeout_s": 3.0},

@@ -22,6 +22,7 @@ from elastictrain.core.liveness import (
     RankSeen,
     StepTimes,
     Verdict,
+    has_left,
     judge,
     step_limit_s,
 )
@@ -197,11 +198,19 @@ def test_any_group(found: list[RankSeen], elsewhere: int) -> None:
     ranks = [replace(rank, rank=number) for number, rank in enumerate(found)]
     verdict = verdict_of(*ranks, world_size=len(ranks) + elsewhere)
     assert [v.rank for v in verdict.ranks] == [rank.rank for rank in ranks]
-    for v in verdict.ranks:
-        assert (v.health in (Health.HUNG, Health.WAITING)) == (v.stood_still_s > v.limit_s)
+    for rank, v in zip(ranks, verdict.ranks, strict=True):
+        assert (v.health in (Health.HUNG, Health.WAITING)) == (v.stood_still_s > v.limit_s and not has_left(rank))
         assert bool(v.why) == (v.health is not Health.HEALTHY)
     later = judge(ranks, LIMITS, longest_step_s=None, now_s=NOW_S + 1000, world_size=len(ranks) + elsewhere)
-    assert later.culprits, "nobody moves any more, and nobody is blamed"
+    assert later.culprits or all(map(has_left, ranks)), "nobody moves any more, and nobody is blamed"
+
+
+def test_who_has_left_in_order_is_not_to_blame() -> None:
+    left = seen(1, Phase.EXIT, 500, process=ProcessState.GONE)
+    assert culprits_of(seen(0, Phase.SNAPSHOT, 1), left) == []
+    assert culprits_of(seen(0, Phase.SNAPSHOT, 41), left) == [0]
+    assert culprits_of(seen(0, Phase.SNAPSHOT, 1), seen(1, Phase.EXIT, 500)) == [], "it is rank zero's turn"
+    assert culprits_of(seen(0, Phase.SNAPSHOT, 41), seen(1, Phase.EXIT, 500)) == [0]
 
 
 @given(st.lists(anybody, min_size=1, max_size=6), st.floats(-3600, 3600))
