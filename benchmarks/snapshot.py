@@ -343,13 +343,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=60, help="per block of the throughput part")
     parser.add_argument("--batch-size", type=int, default=64, help="sets how long forward and backward last")
+    parser.add_argument("--disk", type=Path, help="folder of the disk to measure; default: that of temporary files")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--quick", action="store_true", help="small and short: does it run?")
     args = parser.parse_args()
     if args.quick:
         args.values, args.rounds, args.steps = 9, 2, 20
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
-    with tempfile.TemporaryDirectory(dir=".") as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+    with tempfile.TemporaryDirectory(dir=args.disk) as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         figures = measure(args, Path(disk).absolute(), Path(memory))
     result = report(figures)
     if args.json:

@@ -27,7 +27,7 @@ class Installation:
     user: bool = False
     config_dir: str | None = None
     stop_timeout_s: int = DEFAULT_STOP_TIMEOUT_S
-    run_arguments: str = "--output json"
+    run_arguments: str = "--service --output json"
 
     @property
     def jobs_in(self) -> str:

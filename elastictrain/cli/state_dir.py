@@ -117,21 +117,27 @@ class StateDir:
             and (found := run_in_store(self._open_store(config))) is not None
         ):
             run_id, kept_size = found.run_id, found.global_batch_size
-        if options.fresh or options.source is not None:
+        goes_on = (
+            kept is not None
+            and kept.source is not None
+            and options.source is not None
+            and (kept.source.url, kept.source.run_id) == (options.source.url, options.source.run_id)
+        )
+        if options.fresh or (options.source is not None and not goes_on):
             run_id, source = None, options.source
         batch = resolve_batch(
             micro_batch_size=config.train.micro_batch_size,
             global_batch_size=config.train.global_batch_size,
             accumulation_steps=config.train.accumulation_steps,
             world_size=config.elastic.nproc_per_node,
-            kept_global_batch_size=None if options.fresh else kept_size,
+            kept_global_batch_size=kept_size if run_id is not None else None,
         )
         identity = JobIdentity(
             run_id=run_id or secrets.token_hex(4),
             global_batch_size=batch.global_batch_size if config.train.global_batch_size is None else None,
             source=source,
         )
-        if options.source is not None:
+        if options.source is not None and not goes_on:
             # Before anything of the new run is durable, the old run's retention must not take its beginning away. The
             # pin comes first: a run that knows its source can rely on it.
             open_store(options.source.url, config.checkpoint.storage_options).pin(

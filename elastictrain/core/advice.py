@@ -37,14 +37,14 @@ class TimeShares:
 
 
 def batchnorm_advice(
-    layers: Sequence[str], *, micro_batch_size: int, world_size: int, synchronised: bool
+    layers: Sequence[str], *, micro_batch_size: int, world_size: int, synchronised: bool, can_synchronise: bool = True
 ) -> Advice | None:
     """BatchNorm sees the microbatch of one rank, not the global batch: accumulation does not help it."""
     if not layers or synchronised or micro_batch_size >= SMALL_BATCHNORM_BATCH:
         return None
     names = ", ".join(layers[:3]) + (", …" if len(layers) > 3 else "")
     ways = ["raise train.micro_batch_size", "normalise by group or layer instead"]
-    if world_size > 1:
+    if world_size > 1 and can_synchronise:
         ways.insert(0, "set model.sync_batchnorm = true (statistics over all ranks)")
     return Advice(
         "batchnorm_small_microbatch",

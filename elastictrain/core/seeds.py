@@ -31,6 +31,10 @@ class Stream(IntEnum):
     """(batch,): an evaluation batch, the same at every evaluation."""
     EVAL_SAMPLE = 6
     """(index,): a sample read for evaluation."""
+    COLLATE = 7
+    """(position,): making a batch of the samples from this sample position on."""
+    EVAL_COLLATE = 8
+    """(index,): the same for evaluation, from this index on."""
 
 
 def mix64(value: int) -> int:

@@ -382,7 +382,7 @@ def _incarnation_ended(history: History, event: Event) -> History:
         life = replace(history.life, reached_step=max(history.life.reached_step, step))
         history = replace(history, life=life, global_step=step)
     if history.open_restart is not None:  # it ended before its ranks trained
-        history = replace(_close_restart(history, resumed_step=None), open_lost_s=0.0)
+        history = _close_restart(history, resumed_step=None)
     number = _or(_int(f, "incarnation"), history.incarnation)
     cause = _text(f, "cause") or history.failure or "no cause is known"
     history = replace(history, alive=False, open_restart=_restart(history, event.moment, number, cause))
@@ -416,6 +416,7 @@ def _close_restart(history: History, *, resumed_step: int | None) -> History:
         restarts=(*history.restarts, closed)[-MAX_RESTARTS:],
         num_restarts=history.num_restarts + 1,
         open_restart=None,
+        open_lost_s=0.0,
     )
 
 

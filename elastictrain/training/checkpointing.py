@@ -17,6 +17,7 @@ from time import monotonic, perf_counter
 import torch
 
 from elastictrain import __version__
+from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
 from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.persist_loop import PersisterSettings, Report
 from elastictrain.checkpoint.persister_client import Persister
@@ -215,16 +216,25 @@ class Checkpointing:
         """Keeps the state of the last step, durably if there is time: without limit at the end of a run, until the
         deadline once somebody asks to stop, not at all when told to hurry.
         """
-        snapshotter, persister = self._snapshotter, self._persister
-        if snapshotter is None or persister is None:
+        if self._snapshotter is None or self._persister is None:
             return Kept(None, durable=False)
         if not complete:
             self._deadline_s = monotonic() + self._config.preempt_deadline_s
         step = self._session.global_step
+        newest = self._last_step_in_memory(self._snapshotter, self._persister, step)
+        if newest is None:
+            durable = self._durable_at_start == step
+            self._end(clean=durable)
+            return Kept(step if durable else None, durable)
+        durable = self._wait_for_durable(self._persister, newest)
+        self._end(clean=durable and newest.global_step == step)
+        return Kept(newest.global_step, durable)
+
+    def _last_step_in_memory(self, snapshotter: Snapshotter, persister: Persister, step: int) -> MemorySnapshot | None:
+        """The newest snapshot of this life, that of `step` if it can be had; waits for a slot where it may."""
         newest = snapshotter.wait_committed()
         if newest is None and self._durable_at_start == step:
-            self._end(clean=True)
-            return Kept(step, durable=True)
+            return None
         while newest is None or newest.global_step != step:
             taken = snapshotter.take()
             newest = snapshotter.wait_committed()
@@ -232,25 +242,25 @@ class Checkpointing:
                 break
             persister.wait(step, WAIT_SLICE_S)
             self._session.beat()
-        if newest is None:
-            self.close()
-            return Kept(None, durable=False)
+        return newest
+
+    def _wait_for_durable(self, persister: Persister, newest: MemorySnapshot) -> bool:
+        """Waits for the store as long as it may; says so if that was not long enough."""
         durable = persister.wait(newest.global_step, 0.0)
         while not durable and self._may_wait():
             durable = persister.wait(newest.global_step, WAIT_SLICE_S)
             self._session.beat()
         if durable:
             self._release_source()
-        else:
-            self._log.warning(
-                "snapshot_not_durable",
-                at_step=newest.global_step,
-                kept_in=str(newest.path),
-                store=redact_url(self._url),
-                last_error=persister.status.last_error,
-            )
-        self._end(clean=durable and newest.global_step == step)
-        return Kept(newest.global_step, durable)
+            return True
+        self._log.warning(
+            "snapshot_not_durable",
+            at_step=newest.global_step,
+            kept_in=str(newest.path),
+            store=redact_url(self._url),
+            last_error=persister.status.last_error,
+        )
+        return False
 
     def _end(self, *, clean: bool) -> None:
         """Closes; memory that holds nothing but what is durable is given back."""

@@ -44,6 +44,9 @@ class FetchFailed:
         return DataError(f"the dataset failed at {where} ({when}): {self.what}", self.details)
 
 
+_COLLATE_STREAM = {Stream.SAMPLE: Stream.COLLATE, Stream.EVAL_SAMPLE: Stream.EVAL_COLLATE}
+
+
 class SeededReader(Dataset[Any]):
     """The user's dataset, read by spans, with every generator seeded before each sample.
 
@@ -69,7 +72,14 @@ class SeededReader(Dataset[Any]):
         raise NotImplementedError("a SeededReader is read by spans")
 
     def __getitems__(self, span: Span) -> list[Any] | FetchFailed:
-        """Reads the samples of a span; called by torch's fetcher, in a loader process or in this one."""
+        """Reads the samples of a span; called by torch's fetcher, in a loader process or in this one. The generators
+        are left seeded for making a batch of them."""
+        read = self._read(span)
+        if self._seed_samples:
+            self._seeder.generators.seed(derive(self._seed, _COLLATE_STREAM[self._stream], span[0]))
+        return read
+
+    def _read(self, span: Span) -> list[Any] | FetchFailed:
         wanted = self._wanted(span)
         if not self._seed_samples and (batched := getattr(self._dataset, "__getitems__", None)) is not None:
             try:

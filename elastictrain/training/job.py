@@ -18,7 +18,7 @@ from elastictrain.core.phases import Phase
 from elastictrain.core.seeds import Stream, derive
 from elastictrain.core.skips import SkipWatch
 from elastictrain.core.window import EpochTail, WindowPlan
-from elastictrain.errors import DataError
+from elastictrain.errors import DataError, StorageError, TaskError
 from elastictrain.logs import Logger
 from elastictrain.protocol import METRICS_FILE, RunSpec
 from elastictrain.training.checkpointing import Checkpointing, Kept
@@ -122,6 +122,7 @@ class _Job:
         """Restores, trains, evaluates, keeps the result, sums up."""
         session, config = self._session, self._config
         state = self._state()
+        state.capture().specs()  # what cannot be kept shows now, not at the first snapshot
         checkpointing = Checkpointing(self._spec, config, session, self._log)
         restored = checkpointing.restore(state)
         if restored is not None:
@@ -154,6 +155,11 @@ class _Job:
             kept = checkpointing.finish(complete=complete)
             session.enter(Phase.READY)
             outcome = self._outcome(complete, kept, reporter, evaluation)
+            if complete and self._place.is_rank_zero and kept.step != session.global_step:
+                raise StorageError(
+                    f"training is complete, but the state of its last step, {session.global_step}, could not be kept",
+                    "The warnings above say why. Make room, and run it again: it goes on from the newest snapshot.",
+                )
             if writer is not None:
                 writer.write([outcome.summary])
         finally:
@@ -201,6 +207,11 @@ class _Job:
 
     def _state(self) -> TrainingState:
         fingerprint = getattr(self._train_data, "fingerprint", None)
+        if fingerprint is not None and not isinstance(fingerprint, str):
+            raise TaskError(
+                f"{self._task.name}.train_data() has a fingerprint of type {type(fingerprint).__name__}",
+                "A fingerprint is a string that says what the dataset holds.",
+            )
         data = DataIdentity(self._session.seed, self._plan.length, self._config.data.shuffle, fingerprint)
         return TrainingState(self._session, self._task, self._trainee, data, self._batch)
 
@@ -276,6 +287,7 @@ class _Job:
                 micro_batch_size=self._batch.micro_batch_size,
                 world_size=self._place.world_size,
                 synchronised=self._config.model.sync_batchnorm,
+                can_synchronise=self._place.device.type == "cuda",
             )
         )
         self._advise(

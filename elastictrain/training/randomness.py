@@ -75,7 +75,7 @@ class SampleSeeder:
     """
 
     def __init__(self, generators: Generators) -> None:
-        self._generators = generators
+        self.generators = generators
         self._python: list[float] = []
         self._numpy: list[float] = []
         self._place = _SEQUENCE_LENGTH
@@ -85,21 +85,21 @@ class SampleSeeder:
     def begin(self) -> None:
         """To be called before samples are read after anything else may have drawn."""
         if not self.draws:
-            self._generators.seed(_SEQUENCE_SEED)
+            self.generators.seed(_SEQUENCE_SEED)
             if not self._python:
                 self._python = [random.random() for _ in range(_SEQUENCE_LENGTH)]
                 self._numpy = [np.random.random() for _ in range(_SEQUENCE_LENGTH)]
-                self._generators.seed(_SEQUENCE_SEED)
+                self.generators.seed(_SEQUENCE_SEED)
             self._place = 0
 
     def read(self, dataset: Any, index: int, seed: int) -> Any:
         """`dataset[index]`, as if every generator had been seeded with `seed` before."""
         if self.draws:
-            self._generators.seed(seed)
+            self.generators.seed(seed)
             return dataset[index]
         if self._place == _SEQUENCE_LENGTH:
             self.begin()
-        self._generators.seed_torch(seed)
+        self.generators.seed_torch(seed)
         sample = dataset[index]
         place, self._place = self._place, self._place + 1
         if random.random() == self._python[place] and np.random.random() == self._numpy[place]:

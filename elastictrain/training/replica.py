@@ -60,9 +60,6 @@ class Replica:
             _checkpoint_activations(self.module, model_config.activation_checkpointing)
         if place.world_size > 1:
             check_equal_on_all_ranks(self.module, place)
-        if model_config.compile:
-            self.module.compile(backend=model_config.compile_backend)
-        self._buffers = [b for b in self.module.buffers() if b.numel()]
         self._ddp: DistributedDataParallel | None = None
         if place.world_size > 1:
             self._ddp = DistributedDataParallel(
@@ -73,6 +70,10 @@ class Replica:
                 static_graph=ddp_config.static_graph,
                 bucket_cap_mb=ddp_config.bucket_cap_mb,
             )
+            if not ddp_config.static_graph and not ddp_config.find_unused_parameters:
+                _fix_buckets(self._ddp)
+        if model_config.compile:
+            self.module.compile(backend=model_config.compile_backend)
         self.forward_module: nn.Module = self._ddp if self._ddp is not None else self.module
         self._last_hook: LastGradientHook | None = None
 
@@ -121,14 +122,18 @@ class Replica:
     def broadcast_buffers(self) -> None:
         """Gives every rank rank zero's buffers (such as running statistics): rank zero is the authority."""
         if self._ddp is not None:
-            for buffer in self._buffers:
+            for buffer in self._buffers():
                 dist.broadcast(buffer, src=0)
+
+    def _buffers(self) -> list[Tensor]:
+        """Collected at each use: a module may put another tensor in place of a buffer."""
+        return [buffer for buffer in self.module.buffers() if buffer.numel()]
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
         """The bare model in evaluation mode, with rank zero's buffers; all is put back at the end."""
         modes = [(module, module.training) for module in self.module.modules()]
-        kept = [buffer.clone() for buffer in self._buffers]
+        kept = [buffer.clone() for buffer in self._buffers()]
         self.broadcast_buffers()
         self.module.eval()
         try:
@@ -137,8 +142,43 @@ class Replica:
             for module, mode in modes:
                 module.training = mode
             with torch.no_grad():
-                for buffer, value in zip(self._buffers, kept, strict=True):
+                for buffer, value in zip(self._buffers(), kept, strict=True):
                     buffer.copy_(value)
+
+
+def _fix_buckets(ddp: DistributedDataParallel) -> None:
+    """Has DDP settle its buckets before the first step, the same way at every start.
+
+    DDP lays its buckets out anew after its first reduction, in the order in which gradients came. With three ranks or
+    more the sum of an element depends, in its last bits, on its place in a bucket; so the first step after a restart
+    would differ from the same step of a run that was never interrupted. Two passes over a function of all parameters,
+    with gradients of zero, bring the new layout about; their order is that of the model's parameters, last to first,
+    as in most backward passes.
+    """
+    module = ddp.module
+    if any(isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse for m in module.modules()):
+        return  # sparse gradients are not reduced in buckets
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    kept = [buffer.clone() for buffer in module.buffers()]
+    forward = module.forward
+
+    def touch_all() -> Tensor:
+        total = torch.zeros((), device=parameters[0].device)
+        for parameter in parameters:
+            total = total + (parameter.reshape(-1)[:1] * 0).sum()
+        return total
+
+    module.forward = touch_all
+    try:
+        for _ in range(2):
+            ddp().backward()
+            for parameter in parameters:
+                parameter.grad = None
+    finally:
+        module.forward = forward
+    with torch.no_grad():
+        for buffer, value in zip(module.buffers(), kept, strict=True):
+            buffer.copy_(value)
 
 
 def check_static_graph(plan: WindowPlan, world_size: int) -> None:

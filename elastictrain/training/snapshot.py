@@ -27,7 +27,7 @@ from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
 from elastictrain.checkpoint.memory_tier import Declined, MemoryTier, SlotWriter
 from elastictrain.checkpoint.persister_client import Persister
 from elastictrain.core.snapshot_interval import LastSnapshot, SnapshotSchedule, is_due
-from elastictrain.errors import ElasticTrainError, MemoryTierError, SnapshotError
+from elastictrain.errors import ElasticTrainError, SnapshotError
 from elastictrain.logs import Logger
 from elastictrain.training.state import Captured, TrainingState
 
@@ -59,13 +59,43 @@ class _Piece:
     size_bytes: int
 
 
+class Stability:
+    """Tells whether tensors were changed in place while they were copied beside a forward pass.
+
+    Most parameters change in the optimizer step alone. Some change in a forward pass (an embedding with max_norm, a
+    momentum encoder); torch counts every change in place, but for those by way of `.data`.
+
+    Args:
+        sources: the tensors by (file, name).
+    """
+
+    def __init__(self, sources: Mapping[tuple[str, str], Tensor]) -> None:
+        self._sources = dict(sources)
+        self._versions = {key: tensor._version for key, tensor in sources.items()}
+        self._lock = threading.Lock()
+        self._changed: list[tuple[str, str]] | None = None
+
+    def changed(self) -> list[tuple[str, str]]:
+        """Which have been changed by the first time that this was called: call it when the copy is over."""
+        with self._lock:
+            if self._changed is None:
+                self._changed = [key for key, tensor in self._sources.items() if tensor._version != self._versions[key]]
+            return self._changed
+
+
 class CopyJob:
     """Copies of host memory that several threads can work on.
 
     `ctypes.memmove` releases the interpreter lock, and glibc's copy of large blocks goes around the caches.
+
+    Args:
+        pieces: plain memory.
+        others: pairs of (target, source) that only torch can copy.
+        stability: is asked before the copy is called done.
     """
 
-    def __init__(self, pieces: list[_Piece], others: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, pieces: list[_Piece], others: list[tuple[Tensor, Tensor]], stability: Stability) -> None:
+        self._stability = stability
         self._pieces = deque(pieces)
         self._others = deque(others)
         self._left = len(pieces) + len(others)
@@ -94,6 +124,7 @@ class CopyJob:
         with self._lock:
             self._left -= finished
             if self._left == 0:
+                self._stability.changed()
                 self.done.set()
 
 
@@ -148,6 +179,8 @@ class Snapshotter:
         self._specs: Any = None
         self._layouts: dict[str, Layout] = {}
         self._views: dict[tuple[int, str], tuple[memoryview, dict[str, Tensor]]] = {}
+        self._unstable: set[tuple[str, str]] = set()
+        self._stability: Stability | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._device_copied: torch.cuda.Event | None = None
         self.last: MemorySnapshot | None = None
@@ -193,8 +226,9 @@ class Snapshotter:
             self._copy = self._start_copy(captured, writer)
         except (OSError, ElasticTrainError) as error:
             self._log.warning("snapshot_failed", at_step=step, error=str(error))
+            self._last = replace(self._last, global_step=step, ended_s=perf_counter())  # not again at every step
             return Taken.FAILED
-        self._committing = self._executor.submit(self._finish, captured, writer, self._copy, began_s)
+        self._committing = self._executor.submit(self._finish, captured, writer, self._copy, self._stability, began_s)
         now_s = perf_counter()
         self._last = replace(self._last, global_step=step, ended_s=now_s)
         self.stall_s += now_s - began_s
@@ -204,6 +238,8 @@ class Snapshotter:
     def before_change(self) -> None:
         """Waits until the state of the snapshot in progress has been copied: it is about to change."""
         if self._device_copied is not None:
+            if self._stability is not None:
+                self._stability.changed()
             torch.cuda.current_stream().wait_event(self._device_copied)
             self._device_copied = None
         if self._copy is None:
@@ -235,7 +271,7 @@ class Snapshotter:
         while True:
             try:
                 return self._tiers[0].begin(self._layouts)
-            except MemoryTierError as error:
+            except (OSError, ElasticTrainError) as error:
                 if len(self._tiers) == 1:
                     raise
                 self._log.warning("memory_tier_given_up", error=str(error), instead=str(self._tiers[1].root))
@@ -246,17 +282,23 @@ class Snapshotter:
         """Copies what is volatile, and begins on the rest."""
         now: list[tuple[Tensor, Tensor]] = []
         later: list[tuple[Tensor, Tensor]] = []
+        watched: dict[tuple[str, str], Tensor] = {}
         for file, tensors in captured.files.items():
             volatile = captured.volatile.get(file, ())
             targets = self._targets(file, tensors, writer)
             for name, source in tensors.items():
-                (now if name in volatile else later).append((targets[name], source))
+                if name in volatile or (file, name) in self._unstable:
+                    now.append((targets[name], source))
+                else:
+                    later.append((targets[name], source))
+                    watched[file, name] = source
+        self._stability = Stability(watched)
         if self._stream is not None:
             self._copy_on_device(now, later, writer)
             return None
         for target, source in now:
             target.copy_(source)
-        return _host_job(later)
+        return _host_job(later, self._stability)
 
     def _targets(self, file: str, tensors: Mapping[str, Tensor], writer: SlotWriter) -> dict[str, Tensor]:
         """Tensors that are views of the slot's mapped file, by name: their order may be another at each snapshot."""
@@ -298,7 +340,14 @@ class Snapshotter:
         # The next forward pass may overwrite what is volatile, so it waits for that much, on the device.
         torch.cuda.current_stream().wait_event(volatile_copied)
 
-    def _finish(self, captured: Captured, writer: SlotWriter, copy: CopyJob | None, began_s: float) -> None:
+    def _finish(
+        self,
+        captured: Captured,
+        writer: SlotWriter,
+        copy: CopyJob | None,
+        stability: Stability | None,
+        began_s: float,
+    ) -> None:
         """In the thread: completes the copy, hashes, commits, hands over to the persister."""
         step = captured.counters.global_step
         try:
@@ -308,6 +357,15 @@ class Snapshotter:
             if self._stream is not None:
                 self._stream.synchronize()
             copied_s = perf_counter()
+            if stability is not None and (changed := stability.changed()):
+                # Copied at once from now on; this copy may hold some of the next step.
+                self._unstable.update(changed)
+                names = ", ".join(name for _, name in changed[:3])
+                self._log.warning(
+                    "snapshot_left_out", at_step=step, reason=f"a forward pass changed what was being copied: {names}"
+                )
+                writer.abort()
+                return
             snapshot = writer.commit(
                 job=self._origin.job,
                 run_id=self._origin.run_id,
@@ -333,7 +391,7 @@ class Snapshotter:
             self._persister.submit(snapshot)
 
 
-def _host_job(copies: list[tuple[Tensor, Tensor]]) -> CopyJob:
+def _host_job(copies: list[tuple[Tensor, Tensor]], stability: Stability) -> CopyJob:
     pieces: list[_Piece] = []
     others: list[tuple[Tensor, Tensor]] = []
     for target, source in copies:
@@ -344,7 +402,7 @@ def _host_job(copies: list[tuple[Tensor, Tensor]]) -> CopyJob:
         to, origin = target.data_ptr(), source.data_ptr()
         for begin in range(0, size_bytes, CHUNK_BYTES):
             pieces.append(_Piece(to + begin, origin + begin, min(CHUNK_BYTES, size_bytes - begin)))
-    return CopyJob(pieces, others)
+    return CopyJob(pieces, others, stability)
 
 
 def view_of(buffer: Any, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -124,7 +124,7 @@ class TrainingState:
             raise SnapshotMismatchError("a snapshot cannot be taken in the middle of an update")
         counters = self._session.counters
         model, aliases, extra = self._model_tensors()
-        parameters = {name for name, _ in self._module.named_parameters()}
+        trained = {name for name, p in self._module.named_parameters() if p.requires_grad}
         optimizer_tensors, optimizer_plain = self._optimizer_state()
         plain, extracted = encode(
             {
@@ -141,7 +141,7 @@ class TrainingState:
             files[EMA_FILE] = dict(self._ema.averages)
         if extracted:
             files[STATE_FILE] = {key: tensor.detach() for key, tensor in extracted.items()}
-        volatile = {MODEL_FILE: set(model) - parameters, STATE_FILE: set(extracted)}
+        volatile = {MODEL_FILE: set(model) - trained, STATE_FILE: set(extracted)}
         trainer = {
             "counters": asdict(counters),
             "epoch": counters.sample_position // self._data.length,
@@ -309,8 +309,16 @@ def _load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
     """Loads a scheduler; where it was laid out for another length, the length of this start holds."""
     kept = list(_schedule_layouts(scheduler))
     scheduler.load_state_dict(state)
+    relaid = False
     for owner, name, value in kept:
+        relaid = relaid or getattr(owner, name, value) != value
         setattr(owner, name, value)
+    if relaid and hasattr(scheduler, "_get_closed_form_lr"):
+        # Computed from the last rate, the next would follow the old layout: a cosine that had reached zero stays there.
+        rates = scheduler._get_closed_form_lr()
+        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        scheduler._last_lr = list(rates)
 
 
 def _schedule_layouts(scheduler: Any) -> Iterator[tuple[Any, str, Any]]:

@@ -276,6 +276,12 @@ class BoundTask:
                 "It must return a torch.optim.Optimizer.",
             )
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        outside = held - {id(parameter) for parameter in model.parameters()}
+        if outside:
+            raise TaskError(
+                f"{self.name}.optimizer() holds {len(outside)} parameter(s) that are not of the model it was given",
+                "They would neither be reduced over ranks nor kept in snapshots. Make them parameters of the model.",
+            )
         missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
         if missing:
             names = ", ".join(missing[:5]) + (f", and {len(missing) - 5} more" if len(missing) > 5 else "")

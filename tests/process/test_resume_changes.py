@@ -33,7 +33,7 @@ def test_two_ranks_then_four(tmp_path: Path) -> None:
     """N = 96, global batch 24: after step 2 on two ranks, four ranks go on with order[48:72]."""
     options: dict[str, Any] = {"params": {**SGD, "length": 96}}
     first = go(tmp_path, 2, train_section={"global_batch_size": 24, "micro_batch_size": 12, "max_steps": 2}, **options)
-    order = [index for _, index in sample_list(0, 0, 96, 96, shuffle=True)]
+    order = [index for _, index, _ in sample_list(0, 0, 96, 96, shuffle=True)]
     assert read_since(first, 2, [0, 0]) == order[:48]
     second = go(tmp_path, 4, train_section={"global_batch_size": 24, "micro_batch_size": 6, "max_steps": 3}, **options)
     assert read_since(second, 4, [2, 2, 0, 0]) == order[48:72]

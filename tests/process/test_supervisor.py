@@ -21,14 +21,14 @@ from elastictrain.cli.state_dir import StateDir
 from elastictrain.config import load_job
 from elastictrain.core.lifecycle import State
 from elastictrain.errors import BusyError, IllegalTransitionError
-from elastictrain.protocol import ENV_RUN_DIR
+from elastictrain.protocol import ENV_RUN_DIR, JOURNAL_FILE
+from elastictrain.supervisor.journal import JournalReader
 from elastictrain.supervisor.supervisor import Supervisor, as_plain
 from tests.process.faulty import GLOBAL_BATCH
 from tests.process.helpers import (
     Finished,
     all_gone,
     descendants,
-    read_json_lines,
     run_cli,
     start_cli,
     train,
@@ -50,7 +50,7 @@ class Ran:
 
     def kept(self, kind: str) -> list[dict[str, Any]]:
         """The supervisor's own events."""
-        return [line for line in read_json_lines(self.state / "events.jsonl") if line["event"] == kind]
+        return events(self.state, kind)
 
     @property
     def causes(self) -> list[str]:
@@ -62,6 +62,11 @@ class Ran:
 
     def stacks(self, incident: int, rank: int) -> str:
         return (self.state / "incidents" / f"{incident:04d}" / f"stacks-{rank}.txt").read_text()
+
+
+def events(state: Path, kind: str) -> list[dict[str, Any]]:
+    """The fields of the supervisor's events of a kind, from its journal."""
+    return [dict(event.fields) for event in JournalReader(state / JOURNAL_FILE).read(kinds=[kind])]
 
 
 def digest(state: Path) -> str:
@@ -324,7 +329,7 @@ def ours(state: Path) -> list[psutil.Process]:
 
 
 def trains(state: Path) -> bool:
-    return any(line["event"] == "ranks_training" for line in read_json_lines(state / "events.jsonl"))
+    return bool(events(state, "ranks_training"))
 
 
 @pytest.mark.parametrize("victim", ["supervisor", "agent"])

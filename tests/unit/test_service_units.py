@@ -93,7 +93,7 @@ def test_install_and_uninstall_below_a_root(tmp_path: Path) -> None:
     text = (tmp_path / SERVICE).read_text()
     found = settings(text)
     assert found["ExecStart"] == [
-        "/opt/et/bin/elastictrain run /etc/elastictrain/%i.toml --state-dir %S/elastictrain/%i --output json"
+        "/opt/et/bin/elastictrain run /etc/elastictrain/%i.toml --state-dir %S/elastictrain/%i --service --output json"
     ]
     assert found["TimeoutStopSec"] == ["900"]
     assert "@" not in re.sub(r"elastictrain@|%", "", text), "a placeholder is left"

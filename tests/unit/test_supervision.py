@@ -385,4 +385,4 @@ def test_the_samples_of_a_step_are_those_that_it_trains_on(
     window = plan.window_at(position)
     expected = sample_list(3, window.start, window.stop, length, shuffle=shuffle)
     words = samples_in_step(config, step=step, length=length, global_batch_size=4)
-    assert words == f"samples {', '.join(str(i) for _, i in expected)} (epoch {expected[0][0]})"
+    assert words == f"samples {', '.join(str(i) for _, i, _ in expected)} (epoch {expected[0][0]})"
