@@ -137,7 +137,7 @@ def test_killed_at_random_times(tmp_path: Path, world_size: int, num_kills: int)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("world_size", "num_kills"), [(1, 50), (2, 40)])
+@pytest.mark.parametrize(("world_size", "num_kills"), [(1, 15), (2, 15)])
 def test_killed_at_random_times_often(tmp_path: Path, world_size: int, num_kills: int) -> None:
     kill_at_random_times(tmp_path, num_kills, world_size, 1500, seed=10 + world_size)
 
