@@ -211,6 +211,7 @@ class Control:
         """JSON lines for as long as the client stays. Holds no queue for it: a slow one reads on where it was."""
         response = web.StreamResponse(headers={"Content-Type": _JSON_LINES, "Cache-Control": "no-store"})
         await response.prepare(request)
+        is_last = False
         batch = await asyncio.to_thread(self._record.events, since)
         with contextlib.suppress(ConnectionError):
             while True:
@@ -219,9 +220,11 @@ class Control:
                     wanted = [e for e in batch if not kinds or e.kind in kinds]
                     if wanted:
                         await response.write(_json_lines(wanted))
-                if self._closing or request.transport is None or request.transport.is_closing():
+                if is_last or request.transport is None or request.transport.is_closing():
                     break
                 await asyncio.sleep(_POLL_S)
+                # What was said before the end is read after it: the last word is never missed.
+                is_last = self._closing
                 batch = self._record.journal.recent(since)
             await response.write_eof()
         return response

@@ -73,7 +73,10 @@ class LifeEnd:
         outcome: what rank zero wrote; None if it did not get there.
         ends: ranks that ended badly.
         reached_step: furthest step that was committed.
-        began_step: all ranks had begun a step: one that died in its start says nothing about the step.
+        failed_step: where the rank stood that failed first. Another may have come one step further, or not: that is
+            chance, and must not make two failures of the same step look like two.
+        began_step: the rank that failed first had begun a step, or all where there is none: one that died in its start
+            says nothing about the step.
         lived_s: from start to end.
     """
 
@@ -81,6 +84,7 @@ class LifeEnd:
     outcome: dict[str, Any] | None
     ends: tuple[RankEnd, ...]
     reached_step: int
+    failed_step: int
     began_step: bool
     lived_s: float
 
@@ -193,12 +197,17 @@ class Life:
         outcome = self.incarnation.outcome
         if reached is None and outcome is not None:
             reached = outcome["summary"].get("step")  # restored at its last step: there was none to begin
+        if reached is None:
+            reached = max((end.step for end in ends), default=0)
+        first = next((end for end in ends if end.rank is not None and not end.secondary), None)
+        looked_at = self.heartbeats.values() if first is None else [self.heartbeats.get(first.rank or 0)]
         return LifeEnd(
             number=self.incarnation.number,
             outcome=outcome,
             ends=tuple(ends),
-            reached_step=reached if reached is not None else max((end.step for end in ends), default=0),
-            began_step=all(beat is not None and beat.first_step >= 0 for beat in self.heartbeats.values()),
+            reached_step=reached,
+            failed_step=first.step if first is not None else reached,
+            began_step=all(beat is not None and beat.first_step >= 0 for beat in looked_at),
             lived_s=time.monotonic() - self.started_s,
         )
 

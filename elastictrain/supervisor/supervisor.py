@@ -207,7 +207,7 @@ class Supervisor:
     def _failed(self, cause: Cause, end: LifeEnd | None, reports: list[ElasticTrainError] | None = None) -> None:
         """Takes note of a failure and decides what follows."""
         now_s = time.monotonic()
-        reached = end.reached_step if end is not None else self._progress.furthest or 0
+        reached = end.failed_step if end is not None else self._progress.furthest or 0
         furthest_before = max((failure.reached_step for failure in self._failures), default=-1)
         self._failures.append(
             Failure(

@@ -149,8 +149,15 @@ def run_cli(*args: str | Path, cwd: Path | None = None, deadline_s: float = DEAD
 @contextmanager
 def start_cli(*args: str | Path, cwd: Path | None = None) -> Iterator[subprocess.Popen[str]]:
     """Starts `elastictrain ARGS`; whatever is left of it at the end is killed."""
+    # A shell starts what runs in the background with SIGINT ignored, and children inherit that.
     process = subprocess.Popen(
-        _command(args), cwd=cwd, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        _command(args),
+        cwd=cwd,
+        env=_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - holds no lock
     )
     try:
         yield process
