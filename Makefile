@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-long lint format bench bench-peers clean
+.PHONY: help demo test test-long test-soak lint format bench bench-peers clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -25,6 +25,9 @@ test: $(STAMP)  ## Run the tests
 
 test-long: $(STAMP)  ## Run the long drills
 	$(BIN)/pytest -m long
+
+test-soak: $(STAMP)  ## Run the sweeps that take many minutes
+	$(BIN)/pytest -m soak --timeout 1800
 
 lint: $(STAMP)  ## Format, lint, types, import contracts
 	$(BIN)/ruff format --check .

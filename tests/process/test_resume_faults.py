@@ -83,7 +83,7 @@ def test_killed_at_every_point_of_the_write_path(tmp_path: Path) -> None:
     sweep(tmp_path, whole, kills, 60)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_killed_at_every_point_many_times(tmp_path: Path) -> None:
     kills = [{ENV_FAULT: f"{point}:{number}:kill"} for point in MEMORY_POINTS for number in range(1, 8)]
     random.Random(6).shuffle(kills)
@@ -136,7 +136,7 @@ def test_killed_at_random_times(tmp_path: Path, world_size: int, num_kills: int)
     kill_at_random_times(tmp_path, num_kills, world_size, 120, seed=world_size)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize(("world_size", "num_kills"), [(1, 15), (2, 15)])
 def test_killed_at_random_times_often(tmp_path: Path, world_size: int, num_kills: int) -> None:
     kill_at_random_times(tmp_path, num_kills, world_size, 1500, seed=10 + world_size)
