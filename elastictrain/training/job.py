@@ -122,7 +122,8 @@ class _Job:
         """Restores, trains, evaluates, keeps the result, sums up."""
         session, config = self._session, self._config
         state = self._state()
-        state.capture().specs()  # what cannot be kept shows now, not at the first snapshot
+        if self._place.is_rank_zero:
+            state.capture().specs()  # what cannot be kept shows now, not at the first snapshot
         checkpointing = Checkpointing(self._spec, config, session, self._log)
         restored = checkpointing.restore(state)
         if restored is not None:

@@ -212,7 +212,7 @@ def test_a_hang_in_evaluation(tmp_path: Path, undisturbed: str) -> None:
 @pytest.mark.long
 def test_a_hang_in_a_snapshot(tmp_path: Path, undisturbed: str) -> None:
     """Rank 0 stands still in it; rank 1 waits in the next reduction, for longer than a step may take."""
-    ran = run_faulty(tmp_path, [("state", "sleep", 0, 0)], supervisor={"snapshot_timeout_s": 6.0})
+    ran = run_faulty(tmp_path, [("state", "sleep", 0, 2)], supervisor={"snapshot_timeout_s": 6.0})
     check_recovered(ran, undisturbed, 1)
     assert "rank 0 hung: it stands still in snapshot" in ran.causes[0]
 
