@@ -16,9 +16,7 @@ from elastictrain.config import JobConfig, load_job
 from elastictrain.config.schema import CheckpointConfig
 from elastictrain.core.retention import Condition, Kept, superfluous
 from elastictrain.errors import ElasticTrainError, MissingInputError, SnapshotDamagedError, UsageError
-from elastictrain.protocol import RUNS_DIR, SPEC_FILE
-
-SNAPSHOTS_DIR = "snapshots"
+from elastictrain.protocol import RUNS_DIR, SNAPSHOTS_DIR, SPEC_FILE
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from elastictrain.core.events import Event, Kind, Moment
 from elastictrain.core.finite import finite
@@ -55,12 +55,6 @@ CREATE TABLE IF NOT EXISTS events (
 ) STRICT;
 CREATE INDEX IF NOT EXISTS events_by_kind ON events (kind, id);
 """
-
-
-class EventSink(Protocol):
-    """Takes events. Never blocks, never raises."""
-
-    def append(self, kind: str, fields: Mapping[str, Any]) -> None: ...
 
 
 def read_clock() -> Moment:

@@ -113,7 +113,7 @@ class TrainingState:
         self._ema = trainee.ema
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        self._parameter_names = [names.get(id(p), f"outside_model.{i}") for i, p in enumerate(held)]
+        self._parameter_names = [names[id(p)] for p in held]
         self._parameters = held
 
     # ---- out
