@@ -27,6 +27,53 @@ def die_with_parent(parent_pid: int, signum: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), signum)
 
 
+def outlive_parent() -> None:
+    """Takes `die_with_parent` back."""
+    _prctl(_PR_SET_PDEATHSIG, 0)
+
+
+class EnvironmentSlot:
+    """An environment variable of a process that forks, so that proc(5) shows each child's own value.
+
+    /proc/PID/environ is the memory that the environment had when the program was started. A forked child shows that of
+    its parent, whatever it sets, unless the value is written over in place. The program must be started with a value of
+    the variable that is long enough (`EnvironmentSlot.placeholder`). Make it before anything changes the variable; it
+    leaves the environment as this program sees it.
+
+    Args:
+        name: of the variable.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        getenv = ctypes.CDLL(None).getenv
+        getenv.restype = ctypes.c_void_p
+        self._address: int | None = getenv(name.encode())
+        self._size = len(os.fsencode(os.environ.pop(name, "")))
+
+    @staticmethod
+    def placeholder(longest: int) -> str:
+        """A value to start the program with.
+
+        Args:
+            longest: size of the longest value to come, in bytes.
+        """
+        return "-" * longest
+
+    def write(self, value: str) -> None:
+        """Sets the variable, for this process, for its children, and for whoever looks from outside.
+
+        Raises:
+            ValueError: the value is longer than the placeholder.
+        """
+        data = os.fsencode(value)
+        if self._address is not None:
+            if len(data) > self._size:
+                raise ValueError(f"{self._name} has room for {self._size} bytes, not for {len(data)}")
+            ctypes.memmove(self._address, data.ljust(self._size, b"\0"), self._size)
+        os.environ[self._name] = value
+
+
 def adopt_orphans() -> None:
     """Has descendants whose parent died become children of this process (prctl(2), PR_SET_CHILD_SUBREAPER).
 

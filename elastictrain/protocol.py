@@ -1,9 +1,11 @@
 """What processes of one job share, written down in one place: files, environment, the stop board, reports.
 
-    cli (or supervisor)  →  agent  →  workers
+    supervisor  →  launcher  →  agent  →  workers
 
-The parent lays out an *incarnation folder* under the state directory and starts the agent on it. The agent gives
-every worker the folder's path. Everything in it has one writer:
+The launcher starts agents and outlives the supervisor, so that nobody else does: the two talk over a socket pair, in
+messages of JSON (`LaunchAgent`, `AgentStarted`, `AgentEnded`). The supervisor lays out an *incarnation folder* under
+the state directory and has the agent started on it. The agent gives every worker the folder's path. Everything in it
+has one writer:
 
     runs/0001/spec.json         the resolved job and what the parent decided      parent, before the start
     runs/0001/board             the stop board (below)                            rank zero; anyone may ask
@@ -27,6 +29,7 @@ import contextlib
 import json
 import mmap
 import os
+import socket
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,6 +49,8 @@ LOCK_FILE = "lock"
 EXITS_FILE = "exits.json"
 INCIDENTS_DIR = "incidents"
 JOURNAL_FILE = "journal.db"
+COMPILE_CACHE_DIR = "compile-cache"
+LAUNCHER_LOG = "launcher.log"
 
 ENV_RUN_DIR = "ELASTICTRAIN_RUN_DIR"
 """Path of the incarnation folder; the agent sets it for every worker."""
@@ -290,3 +295,69 @@ class StopBoard:
         self._words.release()
         if self._map is not None:
             self._map.close()
+
+
+MAX_MESSAGE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchAgent:
+    """The supervisor to the launcher: start an agent.
+
+    Args:
+        run_dir: folder of its incarnation.
+        command: what to run, where agents are not forked.
+    """
+
+    run_dir: str
+    command: list[str]
+
+    @property
+    def encoded(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class AgentStarted:
+    """The launcher to the supervisor.
+
+    Args:
+        pid: of the agent, a child of the launcher.
+    """
+
+    pid: int
+
+    @property
+    def encoded(self) -> bytes:
+        return json.dumps({"started": self.pid}).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class AgentEnded:
+    """The launcher to the supervisor.
+
+    Args:
+        pid: of the agent; None if there never was one.
+        exit_code: negative for a signal; None if there never was one.
+        error: why it could not be started; "" if it was.
+    """
+
+    pid: int | None
+    exit_code: int | None
+    error: str = ""
+
+    @property
+    def encoded(self) -> bytes:
+        return json.dumps({"ended": self.pid, "exit_code": self.exit_code, "error": self.error}).encode()
+
+
+def read_message(sock: socket.socket) -> dict[str, Any] | None:
+    """The next message; None if the other end is gone."""
+    try:
+        data = sock.recv(MAX_MESSAGE_BYTES)
+    except ConnectionError:
+        return None
+    if not data:
+        return None
+    message: dict[str, Any] = json.loads(data)
+    return message

@@ -6,28 +6,29 @@ before that could be stale or used up.
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
-import subprocess
-import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from elastictrain.core.policy import RankEnd
-from elastictrain.procs import all_pids, command_of, environment_of, oom_kills, read_stat, send_signal
+from elastictrain.leftovers import Farewell, sweep
+from elastictrain.procs import all_pids, environment_of, oom_kills, read_stat
 from elastictrain.protocol import (
     BOARD_FILE,
-    ENV_RUN_DIR,
     EXITS_FILE,
-    LOG_DIR,
     OUTCOME_FILE,
     RUNS_DIR,
     ErrorReport,
     StopBoard,
     read_error_reports,
 )
+from elastictrain.supervisor.launcher import AgentProcess, Launcher
 
-_PERSISTER_MODULE = "elastictrain.checkpoint.persister"
+LOOK_S = 0.02
+"""How often to look whether the last ranks have left."""
 
 
 class Incarnation:
@@ -44,41 +45,39 @@ class Incarnation:
         self.number = number
         self.num_ranks = num_ranks
         self.board = StopBoard(run_dir / BOARD_FILE)
-        self._agent: subprocess.Popen[bytes] | None = None
+        self._agent: AgentProcess | None = None
+        self._launcher: Launcher | None = None
         self._oom_kills_before = 0
 
-    def command(self) -> list[str]:
-        """What starts the agent."""
-        return [sys.executable, "-m", "elastictrain.training.agent", str(self.run_dir)]
+    def command(self) -> list[str] | None:
+        """What starts the agent; None for the usual one."""
+        return None
 
-    def start(self) -> None:
-        """Starts the agent. Call it on the main thread: the agent dies with the thread that started it (prctl(2))."""
-        env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        # Without a limit every rank of a node would take all its cores; a rank sets its own share of threads.
-        env.setdefault("OMP_NUM_THREADS", "1")
+    def start(self, launcher: Launcher, on_change: Callable[[], None]) -> None:
+        """Has the agent started.
+
+        Args:
+            launcher: starts it.
+            on_change: called when it has started, and when it has ended.
+        """
         self._oom_kills_before = oom_kills()
-        logs = self.run_dir / LOG_DIR
-        logs.mkdir(exist_ok=True)
-        with (logs / "agent.out").open("wb") as output:
-            self._agent = subprocess.Popen(
-                self.command(),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=env,
-                # A Ctrl-C is for the supervisor, which has the ranks end in order.
-                start_new_session=True,
-            )
+        self._launcher = launcher
+        self._agent = launcher.launch(self.run_dir, self.command(), on_change)
 
     @property
-    def agent_pid(self) -> int:
-        assert self._agent is not None
-        return self._agent.pid
+    def agent_pid(self) -> int | None:
+        """None until the agent is there."""
+        return self._agent.pid if self._agent is not None else None
 
     @property
     def has_ended(self) -> bool:
         """The agent is gone."""
-        return self._agent is not None and self._agent.poll() is not None
+        return self._agent is not None and self._agent.has_ended
+
+    @property
+    def lost_agent(self) -> bool:
+        """The agent did not end by itself: its ranks have been told by the kernel."""
+        return self.has_ended and self._agent is not None and (self._agent.exit_code or 0) < 0
 
     @property
     def outcome(self) -> dict[str, Any] | None:
@@ -132,10 +131,16 @@ class Incarnation:
                         oom_killed=is_oom,
                     )
                 )
-        agent_code = self._agent.poll() if self._agent is not None else None
-        if not ends and agent_code:
+        agent = self._agent
+        if not ends and agent is not None and (agent.exit_code or agent.error):
             ends.append(
-                RankEnd(rank=None, exit_code=agent_code, step=max(steps.values(), default=0), oom_killed=is_oom)
+                RankEnd(
+                    rank=None,
+                    exit_code=agent.exit_code,
+                    what=agent.error,
+                    step=max(steps.values(), default=0),
+                    oom_killed=is_oom,
+                )
             )
         return ends
 
@@ -148,7 +153,9 @@ class Incarnation:
 
     def rank_pids(self) -> dict[int, int]:
         """The agent's children that are ranks, also those that have no heartbeat yet: rank to pid."""
-        found = {}
+        found: dict[int, int] = {}
+        if self.agent_pid is None:
+            return found
         for pid in all_pids():
             stat = read_stat(pid)
             if stat is None or stat.parent_pid != self.agent_pid:
@@ -164,40 +171,33 @@ class Incarnation:
         return stat is not None and stat.parent_pid == self.agent_pid and stat.state not in ("Z", "X")
 
     def kill(self) -> None:
-        """Ends the agent, and with it all ranks, at once."""
-        if self._agent is not None and self._agent.poll() is None:
+        """Ends the agent and all ranks, at once; where no agent has come up, what was to start it."""
+        if self._agent is not None and self._agent.pid is None and not self._agent.has_ended:
+            assert self._launcher is not None
+            self._launcher.kill()
+        elif self._agent is not None:
             self._agent.kill()
-            self._agent.wait()
+        sweep(self.run_dir)
 
     def close(self) -> None:
         self.kill()
-        sweep(self.run_dir)
         self.board.close()
 
 
-def clear_away(state_dir: Path) -> None:
-    """Removes what a supervisor that was killed has left: processes that took no notice, pipes that nobody reads."""
+async def clear_away(state_dir: Path, *, grace_s: float) -> None:
+    """Sees to what a supervisor that was killed has left: ranks that keep their state, processes that take no notice,
+    pipes that nobody reads.
+
+    Args:
+        state_dir: of the job.
+        grace_s: how long a rank may take to keep its state.
+    """
+    runs = sorted(path for path in (state_dir / RUNS_DIR).iterdir() if path.name.isdigit())
+    if runs:
+        farewell = Farewell(runs[-1], grace_s, time.monotonic())
+        while not farewell.look(time.monotonic()):
+            await asyncio.sleep(LOOK_S)
     sweep(state_dir)
     for pipe in (state_dir / RUNS_DIR).glob("*/output-*"):
         if pipe.is_fifo():
             pipe.unlink(missing_ok=True)
-
-
-def sweep(folder: Path) -> int:
-    """Kills what is left of the incarnations under a folder; a persister may finish its snapshot.
-
-    Only processes that carry the folder in their environment are ours to kill.
-
-    Returns:
-        how many there were.
-    """
-    count = 0
-    for pid in all_pids():
-        stat = read_stat(pid)
-        if stat is None or stat.state in ("Z", "X") or pid == os.getpid():
-            continue
-        run_dir = environment_of(pid).get(ENV_RUN_DIR)
-        if not run_dir or not Path(run_dir).is_relative_to(folder) or _PERSISTER_MODULE in command_of(pid):
-            continue
-        count += send_signal(pid, 9, started_ticks=stat.started_ticks)
-    return count

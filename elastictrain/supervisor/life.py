@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -31,6 +30,7 @@ from elastictrain.core.liveness import (
 from elastictrain.core.phases import Phase
 from elastictrain.core.policy import RankEnd
 from elastictrain.heartbeat import Heartbeat
+from elastictrain.leftovers import Farewell
 from elastictrain.procs import reap_orphans, send_signal
 from elastictrain.supervisor.evidence import (
     Evidence,
@@ -41,10 +41,13 @@ from elastictrain.supervisor.evidence import (
     take_stacks,
 )
 from elastictrain.supervisor.incarnation import Incarnation
+from elastictrain.supervisor.launcher import Launcher
 from elastictrain.supervisor.output import Line, RankOutput
 from elastictrain.supervisor.settings import STOP_GRACE_S, limits_of, stop_timeout_s
 from elastictrain.supervisor.watch import Watch, has_left_early, process_state
 
+FAREWELL_S = 0.02
+"""How often to look at ranks that are about to leave."""
 POLL_S = 0.2
 """A hang is found this much after its limit, at most."""
 READ_COST_S = 0.002
@@ -96,6 +99,7 @@ class Life:
         incarnation: prepared, not started.
         config: of the job.
         times: what earlier lives have taught about the time a step takes.
+        launcher: starts the agent.
         state_dir: where incidents are kept.
         on_line: gets every line that the ranks print.
         on_look: called whenever the ranks' records were read.
@@ -108,6 +112,7 @@ class Life:
         config: JobConfig,
         times: StepTimes,
         *,
+        launcher: Launcher,
         state_dir: Path,
         on_line: Callable[[Line], None],
         on_look: Callable[[Life], None],
@@ -118,6 +123,7 @@ class Life:
         self._config = config
         self._limits: Limits = limits_of(config)
         self._times = times
+        self._launcher = launcher
         self._state_dir = state_dir
         self._on_look = on_look
         self._emit = emit
@@ -129,6 +135,7 @@ class Life:
         self._leave_checked_s = float("-inf")
         self._failing_since_s: float | None = None
         self._stop_asked_s: float | None = None
+        self._group_killed = False
         self._killed: dict[int, str] = {}
         self._torn_down: set[int] = set()
         self._left: set[int] = set()
@@ -158,35 +165,42 @@ class Life:
         """Starts the group and follows it to its end."""
         for output in self._outputs:
             output.open()
-        self.incarnation.start()
-        self._emit(
-            "incarnation_started",
-            incarnation=self.incarnation.number,
-            world_size=self.incarnation.num_ranks,
-            agent_pid=self.incarnation.agent_pid,
-        )
-        loop = asyncio.get_running_loop()
-        agent_fd = os.pidfd_open(self.incarnation.agent_pid)
-        loop.add_reader(agent_fd, self._woken.set)
+        self.incarnation.start(self._launcher, self._woken.set)
+        is_told = False
         try:
             while not self.incarnation.has_ended:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._woken.wait(), POLL_S)
                 self._woken.clear()
+                if not is_told and self.incarnation.agent_pid is not None:
+                    is_told = True
+                    self._emit(
+                        "incarnation_started",
+                        incarnation=self.incarnation.number,
+                        world_size=self.incarnation.num_ranks,
+                        agent_pid=self.incarnation.agent_pid,
+                    )
                 if not self.incarnation.has_ended:
                     await self._look(time.monotonic())
+            await self._let_leave()
             return self._end()
         finally:
-            loop.remove_reader(agent_fd)
-            os.close(agent_fd)
             self.incarnation.close()
             for output in self._outputs:
                 output.close()
             self._watch.close()
-            reap_orphans()
+            reap_orphans(frozenset(pid for pid in [self._launcher.pid] if pid is not None))
+
+    async def _let_leave(self) -> None:
+        """Where the agent was lost, its ranks keep their state and go; nobody stays."""
+        if not self.incarnation.lost_agent or self._group_killed:
+            return
+        farewell = Farewell(self.incarnation.run_dir, self._config.supervisor.teardown_timeout_s, time.monotonic())
+        while not farewell.look(time.monotonic()):
+            await asyncio.sleep(FAREWELL_S)
 
     def _end(self) -> LifeEnd:
-        self.incarnation.kill()
+        self._kill_group()
         for output in self._outputs:
             output.close()  # the last words come before the verdict
         self.heartbeats = self._watch.heartbeats()
@@ -224,6 +238,10 @@ class Life:
 
     def kill(self) -> None:
         """Ends all ranks at once."""
+        self._kill_group()
+
+    def _kill_group(self) -> None:
+        self._group_killed = True
         self.incarnation.kill()
 
     def _enforce_stop(self, now_s: float) -> None:
@@ -237,7 +255,7 @@ class Life:
             self.incarnation.board.ask_to_hurry()
         nothing_to_keep = self.reached_step is None and passed_s > START_GRACE_S
         if passed_s > timeout_s or nothing_to_keep:
-            self.incarnation.kill()
+            self._kill_group()
 
     # ---- watching
 
@@ -300,7 +318,7 @@ class Life:
                 self._torn_down.add(rank.rank)
                 self._end_process(beat.pid)
         if not saving and passed_s > 2 * timeout_s:
-            self.incarnation.kill()
+            self._kill_group()
 
     # ---- a hang
 
@@ -394,7 +412,7 @@ class Life:
         pid = pids.get(culprit.rank)
         if pid is None:
             # There is no such process: the agent itself has not got so far.
-            self.incarnation.kill()
+            self._kill_group()
         elif self.incarnation.is_rank(pid):
             self._end_process(pid)
         self._emit("rank_killed", rank=culprit.rank, pid=pid, incarnation=self.incarnation.number)

@@ -28,6 +28,7 @@ from elastictrain.errors import BusyError, ElasticTrainError, HaltError, Illegal
 from elastictrain.procs import adopt_orphans
 from elastictrain.supervisor.events import EventSink, NullSink
 from elastictrain.supervisor.incarnation import Incarnation, clear_away
+from elastictrain.supervisor.launcher import Launcher
 from elastictrain.supervisor.life import Life, LifeEnd
 from elastictrain.supervisor.output import Event, Line
 from elastictrain.supervisor.remembered import Progress, Said
@@ -115,6 +116,9 @@ class Supervisor:
         self._said = Said(config)
         self._snapshot_wanted = False
         self._last_incident: int | None = None
+        self._launcher = Launcher(
+            state_dir, fork=config.elastic.fast_restart, grace_s=config.supervisor.teardown_timeout_s
+        )
 
     # ---- from start to end
 
@@ -126,15 +130,21 @@ class Supervisor:
         """
         adopt_orphans()
         self._catch_signals()
-        clear_away(self._state_dir)  # what a supervisor that was killed has left
+        await clear_away(self._state_dir, grace_s=self._config.supervisor.teardown_timeout_s)
         self.emit("supervisor_started", pid=os.getpid(), version=__version__)
-        while self._state not in lifecycle.FINAL:
-            if self._state in (State.HALTED, State.DRAINED):
-                if not self._stay_up:
-                    break
-                await self._wait_for_change(None)
-            else:
-                await self._live_once()
+        self._launcher.open()
+        try:
+            while self._state not in lifecycle.FINAL:
+                if self._state in (State.HALTED, State.DRAINED):
+                    if not self._stay_up:
+                        break
+                    await self._launcher.close()  # it may take long, and what is imported takes memory
+                    if self._state in (State.HALTED, State.DRAINED):
+                        await self._wait_for_change(None)
+                else:
+                    await self._live_once()
+        finally:
+            await self._launcher.close()
         return Ending(self._state, self._reason, self._outcome, self._error)
 
     async def _live_once(self) -> None:
@@ -156,6 +166,7 @@ class Supervisor:
             incarnation,
             self._config,
             self._times,
+            launcher=self._launcher,
             state_dir=self._state_dir,
             on_line=self._on_line,
             on_look=self._on_look,

@@ -86,7 +86,7 @@ class Watch:
         self._readers.clear()
 
 
-def process_state(pid: int, parent_pid: int) -> ProcessState:
+def process_state(pid: int, parent_pid: int | None) -> ProcessState:
     """What has become of a rank's process.
 
     Args:

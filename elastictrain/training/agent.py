@@ -6,6 +6,9 @@ its log is in the incarnation's folder.
 
 It never restarts a group: torch's budget of restarts counts per agent, for ever, and exhausting it closes the run id
 for every node. A restart is a new incarnation, with an agent and a run id of its own.
+
+This is the cold path (`elastic.fast_restart = false`), where every process is started anew; `forking_agent` is the
+fast one.
 """
 
 from __future__ import annotations
@@ -17,57 +20,83 @@ from pathlib import Path
 
 from elastictrain.config.schema import JobConfig
 from elastictrain.procs import die_with_parent
-from elastictrain.protocol import ENV_RUN_DIR, EXITS_FILE, LOG_DIR, RunSpec, write_json
+from elastictrain.protocol import COMPILE_CACHE_DIR, ENV_RUN_DIR, EXITS_FILE, LOG_DIR, RunSpec, write_json
 
 
 def main(run_dir: Path) -> int:
     """Runs one incarnation; returns 0 if every rank ended well, else 1."""
     die_with_parent(os.getppid())
-    spec = RunSpec.read(run_dir)
-    log_dir = run_dir / LOG_DIR
-    log_dir.mkdir(exist_ok=True)
-    # A worker TCPStore that outlives a rendezvous round serves stale addresses after a restart (torch 2.13).
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ[ENV_RUN_DIR] = str(run_dir)
-    # Where NCCL keeps its flight record, and that it writes it when a collective times out; nothing without NCCL.
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(run_dir / "nccl-record-"))
+    spec = prepare(run_dir)
 
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    _log_to_file(log_dir / "agent.log")
+    from elastictrain.training import local_rendezvous
+
+    local_rendezvous.register()
+    log_to_file(run_dir)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=int(spec.config["elastic"]["nproc_per_node"]),
-        run_id=f"{spec.config['name']}-{spec.incarnation}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        rdzv_configs={"join_timeout": int(JobConfig.model_validate(spec.config).elastic.join_timeout_s)},
-        local_addr="127.0.0.1",
+        run_id=run_id_of(spec),
+        rdzv_backend=local_rendezvous.BACKEND,
+        rdzv_configs={"timeout_s": store_timeout_s(spec)},
+        local_addr=local_rendezvous.ADDRESS,
         max_restarts=0,
         monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=str(log_dir)),
+        logs_specs=DefaultLogsSpecs(log_dir=str(run_dir / LOG_DIR)),
     )
     try:
         elastic_launch(config, sys.executable)("-m", "elastictrain.training.start")
     except ChildFailedError as error:
-        write_json(
-            run_dir / EXITS_FILE,
-            {rank: {"pid": end.pid, "exit_code": end.exitcode} for rank, end in error.failures.items()},
-        )
+        write_exits(run_dir, {rank: (end.pid, end.exitcode) for rank, end in error.failures.items()})
         return 1
     except SignalException:
         return 0 if not list(run_dir.glob("error-*.json")) else 1
     return 0
 
 
-def _log_to_file(path: Path) -> None:
+def prepare(run_dir: Path) -> RunSpec:
+    """Sets this process up for an incarnation, and with it its ranks; needs no torch."""
+    spec = RunSpec.read(run_dir)
+    (run_dir / LOG_DIR).mkdir(exist_ok=True)
+    os.environ[ENV_RUN_DIR] = str(run_dir)
+    # Where NCCL keeps its flight record, and that it writes it when a collective times out; nothing without NCCL.
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(run_dir / "nccl-record-"))
+    # What one incarnation has compiled, the next one finds.
+    caches = Path(spec.state_dir) / COMPILE_CACHE_DIR
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(caches / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(caches / "triton"))
+    return spec
+
+
+def run_id_of(spec: RunSpec) -> str:
+    """What the rendezvous of an incarnation is called: never that of another."""
+    return f"{spec.config['name']}-{spec.incarnation}"
+
+
+def store_timeout_s(spec: RunSpec) -> float:
+    """After which a request to the rendezvous store fails."""
+    return JobConfig.model_validate(spec.config).elastic.join_timeout_s
+
+
+def write_exits(run_dir: Path, exits: dict[int, tuple[int | None, int | None]]) -> None:
+    """Says how the ranks ended that did not end well.
+
+    Args:
+        run_dir: of the incarnation.
+        exits: pid and exit code by rank, the code negative for a signal.
+    """
+    write_json(run_dir / EXITS_FILE, {rank: {"pid": pid, "exit_code": code} for rank, (pid, code) in exits.items()})
+
+
+def log_to_file(run_dir: Path) -> None:
     """torch's launcher explains failures at length; the workers' reports say it better. Kept for the curious."""
-    handler = logging.FileHandler(path)
+    handler = logging.FileHandler(run_dir / LOG_DIR / "agent.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logger = logging.getLogger("torch.distributed.elastic")
     for present in list(logger.handlers):

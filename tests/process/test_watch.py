@@ -69,7 +69,7 @@ def play(
             "name": "played",
             "task": "played:Task",
             "train": {"max_steps": steps, "global_batch_size": 4, "micro_batch_size": 2},
-            "elastic": {"nproc_per_node": ranks},
+            "elastic": {"nproc_per_node": ranks, "fast_restart": False},
             "data": {"shuffle": False},
             "supervisor": {**limits, "startup_timeout_s": SLOW_S, **supervisor},
         }
@@ -187,7 +187,7 @@ def test_commands(tmp_path: Path) -> None:
         await until(lambda: supervisor.state is State.TRAINING)
         await supervisor.drain()
         assert supervisor.state is State.DRAINED
-        assert not ours(tmp_path)
+        await until(lambda: not ours(tmp_path))
         with pytest.raises(IllegalTransitionError):
             await supervisor.restart("nothing runs")
         await supervisor.resume()

@@ -1,0 +1,98 @@
+"""Processes of an incarnation that its agent has left behind: found, given the time to keep their state, and ended.
+
+A process is ours if the incarnation's folder stands in its environment (proc(5)): pids and names are anybody's. The
+persister is spared: it finishes the snapshot it was asked for, within a time of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastictrain.core.phases import Phase
+from elastictrain.heartbeat import heartbeat_paths, read_heartbeat
+from elastictrain.procs import all_pids, command_of, environment_of, read_stat, send_signal
+from elastictrain.protocol import ENV_RUN_DIR
+
+LEAVE_S = 2.0
+"""How long a rank may take to begin keeping its state, or to leave, once its agent is gone."""
+_PERSISTER_MODULE = "elastictrain.checkpoint.persister"
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A process that belongs to an incarnation.
+
+    Args:
+        pid: of the process.
+        started_ticks: when it was started: with the pid, its identity.
+    """
+
+    pid: int
+    started_ticks: int
+
+
+def leftovers(folder: Path) -> Iterator[Leftover]:
+    """The processes of the incarnations under a folder, or of the one that it is; not this one, nor persisters."""
+    for pid in all_pids():
+        stat = read_stat(pid)
+        if stat is None or stat.state in ("Z", "X") or pid == os.getpid():
+            continue
+        run_dir = environment_of(pid).get(ENV_RUN_DIR)
+        if run_dir and Path(run_dir).is_relative_to(folder) and _PERSISTER_MODULE not in command_of(pid):
+            yield Leftover(pid, stat.started_ticks)
+
+
+def sweep(folder: Path) -> int:
+    """Kills what is left of the incarnations under a folder.
+
+    Returns:
+        how many there were.
+    """
+    return sum(send_signal(found.pid, signal.SIGKILL, started_ticks=found.started_ticks) for found in leftovers(folder))
+
+
+class Farewell:
+    """The ranks of an incarnation that have lost their agent, until the last has gone.
+
+    The kernel has told them of its death, and each that can keeps its state. One that writes a snapshot has `grace_s`;
+    one that does not has `LEAVE_S`, whatever it is stuck in.
+
+    Args:
+        run_dir: the incarnation.
+        grace_s: the longest time for everybody.
+        began_s: when their agent died, of `time.monotonic`.
+    """
+
+    def __init__(self, run_dir: Path, grace_s: float, began_s: float) -> None:
+        self._run_dir = run_dir
+        self._grace_s = grace_s
+        self._began_s = began_s
+
+    def look(self, now_s: float) -> bool:
+        """Ends whoever has had his time; call it again and again until all are gone.
+
+        Returns:
+            whether nobody is left.
+        """
+        passed_s = now_s - self._began_s
+        waiting = False
+        for path in heartbeat_paths(self._run_dir).values():
+            beat = read_heartbeat(path)
+            if beat is None or not self._is_there(beat.pid):
+                continue
+            if passed_s > (self._grace_s if beat.phase is Phase.SNAPSHOT else min(LEAVE_S, self._grace_s)):
+                send_signal(beat.pid, signal.SIGKILL)
+            waiting = True
+        if not waiting:
+            sweep(self._run_dir)
+        return not waiting
+
+    def _is_there(self, pid: int) -> bool:
+        stat = read_stat(pid)
+        if stat is None or stat.state in ("Z", "X"):
+            return False
+        return environment_of(pid).get(ENV_RUN_DIR) == str(self._run_dir)

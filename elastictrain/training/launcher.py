@@ -1,0 +1,195 @@
+"""The launcher: parent of the agents, child of the supervisor.
+
+    python -m elastictrain.training.launcher FD STATE_DIR GRACE_S [--preload]
+
+With `--preload` it imports all that an agent and a rank need, once, and every agent is forked from it, and the ranks
+from the agent: a new worker group costs no import. It never touches CUDA, starts no thread and computes nothing, since
+a forked process can inherit none of that. Without `--preload` agents are started as commands.
+
+It outlives the supervisor: when that is gone, however it went, the launcher ends the agent, lets the ranks keep their
+state, and sees to it that nobody is left. Requests and reports go over a socket pair, see `protocol`.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from elastictrain.leftovers import Farewell
+from elastictrain.procs import EnvironmentSlot, die_with_parent, outlive_parent
+from elastictrain.protocol import ENV_RUN_DIR, LOG_DIR, AgentEnded, AgentStarted, LaunchAgent, read_message
+
+PRELOADED = (
+    "elastictrain.training.agent",
+    "elastictrain.training.forking_agent",
+    "elastictrain.training.worker",
+    # The first DistributedDataParallel imports it, 800 modules deep.
+    "torch._dynamo",
+    "torch.utils.data",
+)
+LOOK_S = 0.02
+"""How often to look whether the last ranks have left."""
+_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Whoever stops the job sends these to everybody; the end of the launcher is that of the supervisor."""
+
+
+class Launcher:
+    """Starts agents as it is told to, until nobody is there to tell.
+
+    Args:
+        requests: socket to the supervisor.
+        run_dirs: where an agent says which incarnation it is.
+        ranks: where a rank says which it is.
+        grace_s: how long ranks may take to keep their state once the supervisor is gone.
+        forks: agents are forked from this process.
+    """
+
+    def __init__(
+        self,
+        requests: socket.socket,
+        run_dirs: EnvironmentSlot,
+        ranks: EnvironmentSlot,
+        *,
+        grace_s: float,
+        forks: bool,
+    ) -> None:
+        self._requests = requests
+        self._grace_s = grace_s
+        self._forks = forks
+        self._run_dirs = run_dirs
+        self._ranks = ranks
+        self._agents: dict[int, Path] = {}
+        self._last_run_dir: Path | None = None
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(requests, selectors.EVENT_READ, None)
+
+    def run(self) -> None:
+        """Serves until the supervisor is gone."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is not None:
+                    self._collect(key.fd, key.data)
+                elif not self._serve():
+                    self._end()
+                    return
+
+    def _serve(self) -> bool:
+        """One request; False if there is nobody any more."""
+        request = read_message(self._requests)
+        if request is None:
+            return False
+        launch = LaunchAgent(**request)
+        run_dir = Path(launch.run_dir)
+        try:
+            pid = self._start(launch, run_dir)
+        except OSError as error:
+            self._say(AgentEnded(None, None, f"no agent could be started: {error}"))
+            return True
+        self._agents[pid] = self._last_run_dir = run_dir
+        self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+        self._say(AgentStarted(pid))
+        return True
+
+    def _say(self, message: AgentStarted | AgentEnded) -> None:
+        try:
+            self._requests.send(message.encoded)
+        except OSError:
+            return  # it is gone: the next `recv` says so
+
+    def _start(self, launch: LaunchAgent, run_dir: Path) -> int:
+        (run_dir / LOG_DIR).mkdir(exist_ok=True)
+        with (run_dir / LOG_DIR / "agent.out").open("ab") as output:
+            if self._forks:
+                return self._fork(run_dir, output.fileno())
+            return subprocess.Popen(
+                launch.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, ENV_RUN_DIR: str(run_dir)},
+                start_new_session=True,
+                preexec_fn=_restore_signals,  # noqa: PLW1509 - this process has one thread
+            ).pid
+
+    def _fork(self, run_dir: Path, output_fd: int) -> int:
+        me = os.getpid()
+        if pid := os.fork():
+            return pid
+        code = 1
+        try:
+            os.setsid()
+            die_with_parent(me)
+            _restore_signals()
+            os.dup2(output_fd, 1)
+            os.dup2(output_fd, 2)
+            self._requests.close()
+            for key in list(self._selector.get_map().values()):
+                if key.data is not None:
+                    os.close(key.fd)
+            self._selector.close()
+            self._run_dirs.write(str(run_dir))
+            from elastictrain.training.forking_agent import run_agent
+
+            code = run_agent(run_dir, self._ranks)
+        except BaseException:  # noqa: BLE001 - the child must not go on as a second launcher
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _collect(self, fd: int, pid: int) -> None:
+        """An agent has ended."""
+        self._selector.unregister(fd)
+        os.close(fd)
+        _, status = os.waitpid(pid, 0)
+        del self._agents[pid]
+        self._say(AgentEnded(pid, os.waitstatus_to_exitcode(status)))
+
+    def _end(self) -> None:
+        """The supervisor is gone: nobody stays behind, and nothing is lost."""
+        for pid in self._agents:
+            os.kill(pid, signal.SIGKILL)  # its ranks are told by the kernel
+            os.waitpid(pid, 0)
+        if self._last_run_dir is None:
+            return
+        farewell = Farewell(self._last_run_dir, self._grace_s, time.monotonic())
+        while not farewell.look(time.monotonic()):
+            time.sleep(LOOK_S)
+
+
+def _restore_signals() -> None:
+    for signum in _IGNORED:
+        signal.signal(signum, signal.SIG_DFL)
+
+
+def main(arguments: list[str]) -> int:
+    """Runs until the supervisor closes its end of the socket."""
+    for signum in _IGNORED:
+        signal.signal(signum, signal.SIG_IGN)
+    die_with_parent(os.getppid())  # until there is somebody to look after
+    requests = socket.socket(fileno=int(arguments[0]))
+    forks = "--preload" in arguments
+    slots = EnvironmentSlot(ENV_RUN_DIR), EnvironmentSlot("RANK")
+    if forks:
+        for module in PRELOADED:
+            importlib.import_module(module)
+        # What is there now stays: collections in the children need not look at it, nor copy its pages.
+        gc.collect()
+        gc.freeze()
+    outlive_parent()
+    Launcher(requests, *slots, grace_s=float(arguments[2]), forks=forks).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
