@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +72,26 @@ class EnvironmentSlot:
                 raise ValueError(f"{self._name} has room for {self._size} bytes, not for {len(data)}")
             ctypes.memmove(self._address, data.ljust(self._size, b"\0"), self._size)
         os.environ[self._name] = value
+
+
+def show_as(command: Sequence[str]) -> None:
+    """Has proc(5), and so `ps`, show another command line for this process: for one that was forked, not started.
+
+    Like its environment, a forked process shows the memory of its parent's command line. What does not fit is cut off.
+
+    Args:
+        command: program and arguments.
+    """
+    try:
+        line = Path("/proc/self/stat").read_bytes()
+        fields = line[line.rindex(b")") + 2 :].split()
+        begin, end = int(fields[45]), int(fields[46])  # arg_start, arg_end
+    except (OSError, ValueError, IndexError):
+        return
+    size = end - begin
+    if begin and size > 1:
+        data = b"\0".join(os.fsencode(argument) for argument in command)[: size - 1]
+        ctypes.memmove(begin, data.ljust(size, b"\0"), size)
 
 
 def adopt_orphans() -> None:
@@ -147,7 +167,7 @@ def environment_of(pid: int) -> dict[str, str]:
 def command_of(pid: int) -> list[str]:
     """The command line of a process; empty if it is gone."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+        return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode(errors="replace").split("\0")
     except OSError:
         return []
 

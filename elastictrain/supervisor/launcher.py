@@ -95,8 +95,8 @@ class Launcher:
         }
         # Without a limit every rank of a node would take all its cores; a rank sets its own share of threads.
         env.setdefault("OMP_NUM_THREADS", "1")
-        command = [sys.executable, "-m", "elastictrain.training.launcher", str(its.fileno()), str(self._state_dir)]
-        command += [str(self._grace_s), *(["--preload"] if self._fork else [])]
+        command = [sys.executable, "-m", "elastictrain.training.launcher", str(its.fileno()), str(self._grace_s)]
+        command += [str(run_dir), *(["--preload"] if self._fork else [])]
         with its, (self._state_dir / LAUNCHER_LOG).open("wb") as log:
             self._process = subprocess.Popen(
                 command,

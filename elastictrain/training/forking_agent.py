@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import sys
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 
-from elastictrain.procs import EnvironmentSlot
+from elastictrain.procs import EnvironmentSlot, show_as
 from elastictrain.protocol import LOG_DIR
 from elastictrain.training import start
 from elastictrain.training.agent import log_to_file, prepare, run_id_of, store_timeout_s, write_exits
@@ -69,6 +70,7 @@ def run_agent(run_dir: Path, ranks: EnvironmentSlot) -> int:
 
     def rank_main() -> int:
         ranks.write(os.environ["RANK"])
+        show_as([sys.executable, "-m", "elastictrain.training.start"])
         _leave_agent()
         return start.main()
 

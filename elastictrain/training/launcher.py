@@ -1,6 +1,6 @@
 """The launcher: parent of the agents, child of the supervisor.
 
-    python -m elastictrain.training.launcher FD STATE_DIR GRACE_S [--preload]
+    python -m elastictrain.training.launcher FD GRACE_S RUN_DIR [--preload]
 
 With `--preload` it imports all that an agent and a rank need, once, and every agent is forked from it, and the ranks
 from the agent: a new worker group costs no import. It never touches CUDA, starts no thread and computes nothing, since
@@ -25,7 +25,7 @@ import traceback
 from pathlib import Path
 
 from elastictrain.leftovers import Farewell
-from elastictrain.procs import EnvironmentSlot, die_with_parent, outlive_parent
+from elastictrain.procs import EnvironmentSlot, die_with_parent, outlive_parent, show_as
 from elastictrain.protocol import ENV_RUN_DIR, LOG_DIR, AgentEnded, AgentStarted, LaunchAgent, read_message
 
 PRELOADED = (
@@ -137,6 +137,7 @@ class Launcher:
                     os.close(key.fd)
             self._selector.close()
             self._run_dirs.write(str(run_dir))
+            show_as([sys.executable, "-m", "elastictrain.training.agent", str(run_dir)])
             from elastictrain.training.forking_agent import run_agent
 
             code = run_agent(run_dir, self._ranks)
@@ -187,7 +188,7 @@ def main(arguments: list[str]) -> int:
         gc.collect()
         gc.freeze()
     outlive_parent()
-    Launcher(requests, *slots, grace_s=float(arguments[2]), forks=forks).run()
+    Launcher(requests, *slots, grace_s=float(arguments[1]), forks=forks).run()
     return 0
 
 

@@ -28,7 +28,6 @@ from tests.process.faulty import GLOBAL_BATCH
 from tests.process.helpers import (
     Finished,
     all_gone,
-    descendants,
     run_cli,
     start_cli,
     train,
@@ -234,17 +233,19 @@ def test_a_hang_before_the_first_step(tmp_path: Path, undisturbed: str) -> None:
 
 
 @pytest.mark.long
-def test_a_hang_before_the_first_heartbeat(tmp_path: Path, undisturbed: str) -> None:
-    """Rank 1 does not even get as far as our code."""
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_hang_before_the_first_heartbeat(tmp_path: Path, undisturbed: str, fast: bool) -> None:
+    """Rank 1 does not even get as far as our code; or, where ranks are forked, their launcher does not."""
+    struck = "'elastictrain.training.launcher' in sys.orig_argv" if fast else "os.environ.get('RANK') == '1'"
     (tmp_path / "hook").mkdir()
     (tmp_path / "hook" / "sitecustomize.py").write_text(
-        "import os, pathlib, time\n"
+        "import os, pathlib, sys, time\n"
         f"mark = pathlib.Path({str(tmp_path / 'struck')!r})\n"
-        "if os.environ.get('RANK') == '1' and not mark.exists():\n"
+        f"if {struck} and not mark.exists():\n"
         "    mark.touch()\n"
         "    time.sleep(10**6)\n"
     )
-    path = write_faulty(tmp_path, supervisor={"startup_timeout_s": 40.0})
+    path = write_faulty(tmp_path, supervisor={"startup_timeout_s": 40.0}, elastic={"fast_restart": fast})
     code = (
         "import os, sys; os.environ['PYTHONPATH'] += os.pathsep + sys.argv.pop(1);"
         "from elastictrain.cli.main import main; main()"
@@ -261,7 +262,7 @@ def test_a_hang_before_the_first_heartbeat(tmp_path: Path, undisturbed: str) -> 
     )
     ran = Ran(Finished(done.returncode, done.stdout, done.stderr), tmp_path / "state")
     check_recovered(ran, undisturbed, 1)
-    assert "rank 1 hung: it has sent no heartbeat" in ran.causes[0]
+    assert f"rank {0 if fast else 1} hung: it has sent no heartbeat" in ran.causes[0]
 
 
 # ---- what is no hang
@@ -332,21 +333,23 @@ def trains(state: Path) -> bool:
     return bool(events(state, "ranks_training"))
 
 
-@pytest.mark.parametrize("victim", ["supervisor", "agent"])
+@pytest.mark.parametrize("victim", ["supervisor", "launcher", "agent"])
 def test_nothing_outlives(tmp_path: Path, victim: str) -> None:
-    """kill -9: with the supervisor everything ends; without its agent the group is replaced."""
+    """kill -9: with the supervisor everything ends; without its agent, or the launcher, the group is replaced."""
     state = tmp_path / "state"
     path = write_faulty(tmp_path, params={"pause_s": 0.05}, train={"max_steps": 10**6}, data={"num_workers": 1})
     with start_cli("run", path, "--state-dir", state, "--output", "json") as process:
         assert process.stdout is not None
         wait_until(lambda: trains(state))
-        group = ours(state)
+        family = ours(state)
+        (launcher,) = [p for p in family if "elastictrain.training.launcher" in p.cmdline()]
+        (agent,) = [p for p in family if "elastictrain.training.agent" in p.cmdline()]
+        group = [p for p in family if p not in (launcher, agent)]
         assert len(group) == 4, "two ranks, a loader process each"
-        (agent,) = [p for p in descendants(process.pid) if "elastictrain.training.agent" in p.cmdline()]
-        (process if victim == "supervisor" else agent).kill()
-        wait_until(lambda: all_gone(group), 10.0)
-        if victim == "agent":
-            wait_until(lambda: len(ours(state)) == 4 and not set(group) & set(ours(state)))
+        {"supervisor": process, "launcher": launcher, "agent": agent}[victim].kill()
+        wait_until(lambda: all_gone([*group, agent]), 10.0)
+        if victim != "supervisor":
+            wait_until(lambda: len(ours(state)) == 6 and not {agent, *group} & set(ours(state)))
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
         wait_until(lambda: not ours(state), 10.0)
