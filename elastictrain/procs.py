@@ -58,7 +58,7 @@ class EnvironmentSlot:
         Args:
             longest: size of the longest value to come, in bytes.
         """
-        return "-" * longest
+        return "-" * (longest + 2)
 
     def write(self, value: str) -> None:
         """Sets the variable, for this process, for its children, and for whoever looks from outside.
@@ -68,9 +68,11 @@ class EnvironmentSlot:
         """
         data = os.fsencode(value)
         if self._address is not None:
-            if len(data) > self._size:
-                raise ValueError(f"{self._name} has room for {self._size} bytes, not for {len(data)}")
-            ctypes.memmove(self._address, data.ljust(self._size, b"\0"), self._size)
+            room = self._size - 2
+            if len(data) > room:
+                raise ValueError(f"{self._name} has room for {room} bytes, not for {len(data)}")
+            # An empty entry would look like the end of the environment: what is left over becomes one without a value.
+            ctypes.memmove(self._address, (data + b"\0").ljust(self._size, b"_"), self._size)
         os.environ[self._name] = value
 
 

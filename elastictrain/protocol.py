@@ -50,6 +50,7 @@ EXITS_FILE = "exits.json"
 INCIDENTS_DIR = "incidents"
 JOURNAL_FILE = "journal.db"
 COMPILE_CACHE_DIR = "compile-cache"
+IMPORTS_FILE = "imports.json"
 LAUNCHER_LOG = "launcher.log"
 
 ENV_RUN_DIR = "ELASTICTRAIN_RUN_DIR"

@@ -20,7 +20,8 @@ from elastictrain.core.skips import SkipWatch
 from elastictrain.core.window import EpochTail, WindowPlan
 from elastictrain.errors import DataError, StorageError, TaskError
 from elastictrain.logs import Logger
-from elastictrain.protocol import METRICS_FILE, RunSpec
+from elastictrain.protocol import IMPORTS_FILE, METRICS_FILE, RunSpec
+from elastictrain.training import imports
 from elastictrain.training.checkpointing import Checkpointing, Kept
 from elastictrain.training.data import SeededReader, batches
 from elastictrain.training.ema import Ema
@@ -262,7 +263,9 @@ class _Job:
             return None
         state_dir = Path(self._spec.state_dir)
         board_dir = state_dir / "tensorboard" if self._config.metrics.tensorboard else None
-        return MetricsWriter(state_dir / METRICS_FILE, board_dir, self._log)
+        return MetricsWriter(
+            state_dir / METRICS_FILE, board_dir, self._log, after_first=lambda: imports.note(state_dir / IMPORTS_FILE)
+        )
 
     def _reporter(self, timer: DeviceTimer, writer: MetricsWriter | None) -> Reporter:
         return Reporter(

@@ -22,11 +22,21 @@ import subprocess
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
 from elastictrain.leftovers import Farewell
 from elastictrain.procs import EnvironmentSlot, die_with_parent, outlive_parent, show_as
-from elastictrain.protocol import ENV_RUN_DIR, LOG_DIR, AgentEnded, AgentStarted, LaunchAgent, read_message
+from elastictrain.protocol import (
+    ENV_RUN_DIR,
+    IMPORTS_FILE,
+    LOG_DIR,
+    AgentEnded,
+    AgentStarted,
+    LaunchAgent,
+    read_message,
+)
+from elastictrain.training.imports import import_quietly, package_of, probe, read_noted
 
 PRELOADED = (
     "elastictrain.training.agent",
@@ -36,10 +46,27 @@ PRELOADED = (
     "torch._dynamo",
     "torch.utils.data",
 )
+NOTED_LOOK_S = 0.5
+"""How often to look whether a rank has noted what it imports."""
 LOOK_S = 0.02
 """How often to look whether the last ranks have left."""
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Whoever stops the job sends these to everybody; the end of the launcher is that of the supervisor."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Probing:
+    """A child that tries modules.
+
+    Args:
+        pid: of the child.
+        result_fd: where it says which package must not be here.
+        names: of the modules.
+    """
+
+    pid: int
+    result_fd: int
+    names: list[str]
 
 
 class Launcher:
@@ -69,18 +96,82 @@ class Launcher:
         self._ranks = ranks
         self._agents: dict[int, Path] = {}
         self._last_run_dir: Path | None = None
+        self._has_learnt = False
+        self._noted: Path | None = None
+        self._spoilt: set[str] = set()
+        self._probing: _Probing | None = None
+        self._to_import: list[str] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(requests, selectors.EVENT_READ, None)
 
     def run(self) -> None:
         """Serves until the supervisor is gone."""
         while True:
-            for key, _ in self._selector.select():
-                if key.data is not None:
+            for key, _ in self._selector.select(self._idle_s()):
+                if key.fileobj is self._requests:
+                    if not self._serve():
+                        self._end()
+                        return
+                elif self._probing is not None and key.data == self._probing.pid:
+                    self._probed(key.fd, self._probing)
+                else:
                     self._collect(key.fd, key.data)
-                elif not self._serve():
-                    self._end()
-                    return
+            self._learn()
+
+    # ---- what the ranks import
+
+    def _idle_s(self) -> float | None:
+        if self._to_import:
+            return 0.0
+        return NOTED_LOOK_S if self._noted is not None else None
+
+    def _learn(self) -> None:
+        """A little at a time: what is asked for comes first."""
+        if self._to_import:
+            import_quietly(self._to_import.pop(0))
+            if not self._to_import:
+                _settle()
+        elif self._noted is not None and self._noted.exists():
+            noted, self._noted = self._noted, None
+            self._probe(read_noted(noted))
+
+    def _probe(self, names: list[str]) -> None:
+        """Has a child try the modules."""
+        wanted = [name for name in names if package_of(name) not in self._spoilt]
+        if not wanted:
+            return
+        read_end, write_end = os.pipe()
+        me = os.getpid()
+        if pid := os.fork():
+            os.close(write_end)
+            self._probing = _Probing(pid, read_end, wanted)
+            self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+            return
+        try:
+            die_with_parent(me)
+            self._requests.close()
+            os.write(write_end, (probe(wanted) or "").encode())
+            os._exit(0)
+        finally:
+            os._exit(1)
+
+    def _probed(self, fd: int, probing: _Probing) -> None:
+        self._probing = None
+        self._selector.unregister(fd)
+        os.close(fd)
+        _, status = os.waitpid(probing.pid, 0)
+        with os.fdopen(probing.result_fd) as result:
+            spoilt = result.read()
+        if status:
+            print("the child that tried the ranks' modules has died: they are not preloaded")
+        elif spoilt:
+            print(f"{spoilt} starts a thread or opens a GPU when it is imported: it is not preloaded")
+            self._spoilt.add(spoilt)
+            self._probe(probing.names)
+        else:
+            self._to_import = probing.names
+
+    # ---- agents
 
     def _serve(self) -> bool:
         """One request; False if there is nobody any more."""
@@ -95,6 +186,9 @@ class Launcher:
             self._say(AgentEnded(None, None, f"no agent could be started: {error}"))
             return True
         self._agents[pid] = self._last_run_dir = run_dir
+        if self._forks and not self._has_learnt:
+            self._has_learnt = True
+            self._noted = run_dir.parents[1] / IMPORTS_FILE
         self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
         self._say(AgentStarted(pid))
         return True
@@ -168,6 +262,12 @@ class Launcher:
             time.sleep(LOOK_S)
 
 
+def _settle() -> None:
+    """What is there now stays: collections in the children need not look at it, nor copy its pages."""
+    gc.collect()
+    gc.freeze()
+
+
 def _restore_signals() -> None:
     for signum in _IGNORED:
         signal.signal(signum, signal.SIG_DFL)
@@ -184,9 +284,7 @@ def main(arguments: list[str]) -> int:
     if forks:
         for module in PRELOADED:
             importlib.import_module(module)
-        # What is there now stays: collections in the children need not look at it, nor copy its pages.
-        gc.collect()
-        gc.freeze()
+        _settle()
     outlive_parent()
     Launcher(requests, *slots, grace_s=float(arguments[1]), forks=forks).run()
     return 0

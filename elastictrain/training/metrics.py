@@ -7,10 +7,11 @@ strings: "NaN", "Infinity", "-Infinity".
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,20 @@ class MetricsWriter:
         path: the JSON lines file, appended to.
         tensorboard_dir: folder of event files; None writes none.
         log: where a failure to write is reported, once per file.
+        after_first: called once the first records are written, in the background too.
     """
 
-    def __init__(self, path: Path, tensorboard_dir: Path | None, log: Logger) -> None:
+    def __init__(
+        self,
+        path: Path,
+        tensorboard_dir: Path | None,
+        log: Logger,
+        after_first: Callable[[], None] = lambda: None,
+    ) -> None:
         self._path = path
         self._tensorboard_dir = tensorboard_dir
         self._log = log
+        self._after_first: Callable[[], None] | None = after_first
         self._queue: queue.SimpleQueue[list[Record] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="metrics-writer", daemon=True)
         self._thread.start()
@@ -75,6 +84,10 @@ class MetricsWriter:
                 except Exception as error:  # noqa: BLE001 - metrics must never stop a run
                     self._log.warning("tensorboard_not_written", error=f"{type(error).__name__}: {error}")
                     board = None
+            if self._after_first is not None:
+                with contextlib.suppress(OSError):
+                    self._after_first()
+                self._after_first = None
         if board is not None:
             board.close()
 

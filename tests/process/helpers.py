@@ -135,7 +135,8 @@ def _command(args: Sequence[str | Path]) -> list[str]:
 
 def _environment() -> dict[str, str]:
     env = {key: value for key, value in os.environ.items() if not key.startswith(("COV_", "PYTEST_"))}
-    return {**env, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    path = os.pathsep.join([str(ROOT), *env.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)
+    return {**env, "PYTHONPATH": path, "COLUMNS": "200"}
 
 
 def run_cli(*args: str | Path, cwd: Path | None = None, deadline_s: float = DEADLINE_S) -> Finished:
