@@ -18,8 +18,10 @@ CONSTRAINTS = ROOT / "constraints.txt"
 PEERS: dict[str, tuple[str, ...]] = {
     "accelerate": ("accelerate",),
     "lightning": ("lightning",),
+    "nvrx": ("nvidia-resiliency-ext",),
+    "dlrover": ("dlrover[torch]",),
 }
-"""Packages by environment. `lightning` holds Fabric and Trainer."""
+"""Packages by environment. `lightning` holds Fabric and Trainer, `nvrx` ft_launcher, `dlrover` dlrover-run."""
 
 
 class PeerError(Exception):
@@ -67,7 +69,7 @@ def make_environment(peer: str) -> str:
     """
     python = python_of(peer)
     wanted = {"torch": pinned("torch"), "numpy": pinned("numpy")}
-    names = (*wanted, *PEERS[peer])
+    names = (*wanted, *(package.partition("[")[0] for package in PEERS[peer]))
     if not python.exists():
         _run("making the environment", [sys.executable, "-m", "venv", "--clear", str(python.parent.parent)])
     present = installed(python, names)
@@ -76,7 +78,7 @@ def make_environment(peer: str) -> str:
     if any(present[name] != version for name, version in wanted.items()):
         # Torch first and alone: the peer's own requirement would take the newest.
         _run(f"installing {' '.join(pins)}", [*pip, *pins])
-    if any(present[package] is None for package in PEERS[peer]):
+    if None in present.values():
         _run(f"installing {' '.join(PEERS[peer])}", [*pip, *pins, *PEERS[peer]])
     present = installed(python, names)
     for name, version in wanted.items():
