@@ -59,7 +59,8 @@ def run(
         typer.Option(
             "--allow",
             metavar="NAME",
-            help=f"Let a snapshot differ from this run in NAME ({', '.join(ALLOWABLE)}). Repeatable.",
+            help=f"Let a snapshot differ from this run in NAME ({', '.join(ALLOWABLE)}): this run's value holds. "
+            "Repeatable.",
         ),
     ] = None,
     service: Annotated[

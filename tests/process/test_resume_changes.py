@@ -139,6 +139,84 @@ def test_averages_that_are_switched_on_later_begin_with_the_weights(tmp_path: Pa
     assert "ema.safetensors" in kept(tmp_path)
 
 
+# ---- hyper-parameters
+
+
+CONFIGURED = "tests.process.resume_tasks:Configured"
+ALLOWED = StartOptions(allowed_differences=("hyperparameters",))
+
+
+def told(run: Trained) -> dict[str, tuple[str, str, str]]:
+    """(the snapshot's, the job's, which holds) by key."""
+    events = run.events("hyperparameter_differs")
+    assert all(event["level"] == "warning" for event in events)
+    return {event["key"]: (event["snapshot"], event["job"], event["holds"]) for event in events}
+
+
+def rates(run: Trained) -> list[float]:
+    return [line["lr"] for line in run.metrics()]
+
+
+def test_the_snapshots_hyperparameters_hold_and_a_change_is_told_at_every_start(tmp_path: Path) -> None:
+    whole = go(tmp_path / "whole", task=CONFIGURED, overrides=["optimizer.lr=0.01"])
+    cut = tmp_path / "cut"
+    go(cut, task=CONFIGURED, overrides=["optimizer.lr=0.01", "train.max_steps=3"])
+    changed = ["optimizer.lr=0.02", "optimizer.weight_decay=0.5", "optimizer.betas=[0.8, 0.999]"]
+    for stop in (6, 9):
+        run = go(cut, task=CONFIGURED, overrides=[*changed, f"train.max_steps={stop}"])
+        assert told(run) == {
+            "optimizer.lr": ("0.01", "0.02", "snapshot"),
+            "optimizer.weight_decay": ("0.01", "0.5", "snapshot"),
+            "optimizer.betas": ("[0.9, 0.999]", "[0.8, 0.999]", "snapshot"),
+        }
+        assert "--allow hyperparameters" in run.events("hyperparameter_differs")[0]["hint"]
+    assert run.losses == whole.losses
+    assert kept(cut) == kept(tmp_path / "whole")
+    back = go(cut, task=CONFIGURED, overrides=["optimizer.lr=0.01", "train.max_steps=10"])
+    assert told(back) == {}
+
+
+def test_the_jobs_hyperparameters_hold_where_that_is_allowed(tmp_path: Path) -> None:
+    go(tmp_path, task=CONFIGURED, overrides=["optimizer.lr=0.01", "train.max_steps=3"])
+    changed = ["optimizer.lr=0.02", "optimizer.weight_decay=0.5"]
+    run = go(tmp_path, task=CONFIGURED, overrides=[*changed, "train.max_steps=6"], options=ALLOWED)
+    assert told(run) == {
+        "optimizer.lr": ("0.01", "0.02", "job"),
+        "optimizer.weight_decay": ("0.01", "0.5", "job"),
+    }
+    assert rates(run) == [0.01] * 3 + [0.02] * 3
+    (group,) = kept(tmp_path)["state"]["optimizer"]["param_groups"]
+    assert (group["lr"], group["weight_decay"]) == (0.02, 0.5)
+    again = go(tmp_path, task=CONFIGURED, overrides=changed)
+    assert told(again) == {}, "the snapshot is of a run that was built like this one by now"
+    assert rates(again)[6:] == [0.02] * 3
+
+
+@pytest.mark.parametrize("scheduler", ["step", "multistep", "cosine", "lambda", "sequential"])
+def test_an_allowed_learning_rate_goes_on_where_the_schedule_stands(tmp_path: Path, scheduler: str) -> None:
+    task: dict[str, Any] = {"task": CONFIGURED, "params": {"scheduler": scheduler}}
+    whole = go(tmp_path / "whole", overrides=["optimizer.lr=0.02"], **task)
+    go(tmp_path, overrides=["optimizer.lr=0.01", "train.max_steps=4"], **task)
+    run = go(tmp_path, overrides=["optimizer.lr=0.02"], options=ALLOWED, **task)
+    assert told(run) == {"optimizer.lr": ("0.01", "0.02", "job")}
+    assert rates(run)[4:] == pytest.approx(rates(whole)[4:], rel=1e-6)
+    assert rates(run)[:4] == pytest.approx([rate / 2 for rate in rates(whole)[:4]], rel=1e-6)
+
+
+def test_a_changed_loss_scaling_is_told(tmp_path: Path) -> None:
+    section = {"precision": "fp16"}
+    first = ["scaler.growth_interval=100", "scaler.init_scale=1024"]
+    go(tmp_path, train_section={**section, "max_steps": 3}, overrides=first)
+    changed = ["scaler.growth_interval=1", "scaler.init_scale=128"]
+    run = go(tmp_path, train_section={**section, "max_steps": 5}, overrides=changed)
+    keys = ("scaler.init_scale", "scaler.growth_interval")
+    assert told(run) == {keys[0]: ("1024.0", "128.0", "snapshot"), keys[1]: ("100", "1", "snapshot")}
+    assert {line["loss_scale"] for line in run.metrics()} == {1024.0}
+    run = go(tmp_path, train_section={**section, "max_steps": 7}, overrides=changed, options=ALLOWED)
+    assert told(run) == {keys[0]: ("1024.0", "128.0", "job"), keys[1]: ("100", "1", "job")}
+    assert [line["loss_scale"] for line in run.metrics()][5:] == [128.0, 256.0]
+
+
 # ---- where it begins
 
 
