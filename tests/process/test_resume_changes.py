@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastictrain.checkpoint.format import TRAINER_FILE, read_layout
+from elastictrain.checkpoint.memory_tier import MemoryTier, SlotWriter
+from elastictrain.checkpoint.store import Store, open_store
 from elastictrain.cli.lineage import find_source
 from elastictrain.cli.state_dir import StartOptions
 from elastictrain.core.order import sample_list
-from elastictrain.errors import MissingInputError, SnapshotError, StateDirError
+from elastictrain.errors import MissingInputError, SnapshotDamagedError, SnapshotError, StateDirError
 from elastictrain.protocol import IDENTITY_FILE, JobIdentity
 from tests.process.helpers import Trained, train
 from tests.process.resume_helpers import go, kept, memory_of, nothing_left, samples, steps_in, store_of
@@ -304,6 +308,58 @@ def test_another_run_continued(tmp_path: Path) -> None:
     assert nothing_left(child)
     again = go(child)
     assert again.counters["global_step"] == 9, "the source is gone, and not needed"
+
+
+def move_to_memory(store: Store, tier: MemoryTier, step: int) -> None:
+    """As if it had never become durable: the rank and its persister were killed together."""
+    name = next(s.name for s in store.snapshots() if s.global_step == step)
+    manifest, trainer = store.read_manifest(name), json.loads(store.read_file(name, TRAINER_FILE))
+    contents = {file: store.read_file(name, file) for file in manifest.files if file != TRAINER_FILE}
+    writer = tier.begin({file: read_layout(content) for file, content in contents.items()})
+    assert isinstance(writer, SlotWriter)
+    for file, content in contents.items():
+        writer.buffers[file][:] = content
+    moved = writer.commit(
+        job=manifest.job,
+        run_id=manifest.run_id,
+        global_step=manifest.global_step,
+        versions=manifest.versions,
+        trainer=trainer,
+    )
+    assert moved.manifest.files == manifest.files
+    store.delete(name)
+
+
+def test_a_state_directory_as_source_has_a_memory_tier_and_a_store_elsewhere(tmp_path: Path) -> None:
+    """What a killed parent left in memory alone is newer than its store, and is taken; damaged, it is passed over."""
+    parent, store = tmp_path / "parent", open_store(tmp_path / "elsewhere")
+    elsewhere = {"checkpoint": {"url": str(tmp_path / "elsewhere"), "keep_last": 9}}
+    whole = go(tmp_path / "whole")
+    for limit in (3, 4, 5):  # the last step of a start is durable in any case
+        go(parent, overrides=[f"train.max_steps={limit}"], **elsewhere)
+    move_to_memory(store, memory_of(parent), 4)
+    move_to_memory(store, memory_of(parent), 5)
+    before = steps_in(store)
+    assert before[0] == 3
+
+    source = find_source(str(parent / "state"), {})
+    assert source.global_step == 5
+    assert source.url == str(tmp_path / "elsewhere")
+    assert steps_in(store) == [5, *before], "it is durable from now on"
+    assert find_source(f"{parent / 'state'}@3", {}).global_step == 3
+    run = go(tmp_path / "child", options=StartOptions(source=source))
+    assert run.events("restored")[0]["global_step"] == 5
+    assert run.losses == whole.losses[5:]
+
+    store.delete(store.snapshots()[0].name)
+    for snapshot in memory_of(parent).snapshots():
+        (snapshot.path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(SnapshotDamagedError, match=r"model\.safetensors"):
+        find_source(f"{parent / 'state'}@5", {})
+    warnings: list[str] = []
+    assert find_source(str(parent / "state"), {}, warnings.append).global_step == 3
+    assert len(warnings) == 2
+    assert all("model.safetensors" in warning for warning in warnings)
 
 
 def test_a_source_that_is_not_there(tmp_path: Path) -> None:
