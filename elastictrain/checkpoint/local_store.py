@@ -64,7 +64,7 @@ class LocalStore(Store):
             self.path.mkdir(parents=True, exist_ok=True)
             final = self.path / manifest.name
             damaged = (final / MANIFEST_FILE).exists()
-            if damaged and self._holds(source, progress):
+            if damaged and self._holds(source.manifest, progress):
                 return
             temporary = self.path / _temporary_name(manifest.name)
             temporary.mkdir()
@@ -87,14 +87,6 @@ class LocalStore(Store):
                 raise
         except OSError as error:
             raise _failed(self.path, error) from error
-
-    def _holds(self, source: Source, progress: Progress) -> bool:
-        """Whether this very snapshot is there, and sound. Another try of the same step may have other content."""
-        name = source.manifest.name
-        try:
-            return self.read_manifest(name).files == source.manifest.files and not self.verify(name, progress)
-        except SnapshotDamagedError:
-            return False
 
     def _replace(self, temporary: Path, final: Path) -> None:
         """Renames into place; what is there and damaged is set aside first, and removed after."""

@@ -475,6 +475,31 @@ def test_a_memory_tier_without_room_is_replaced_by_the_state_directory(
     assert run.events("restored")[0]["global_step"] >= staged[0].global_step
 
 
+def test_a_complete_training_whose_last_step_cannot_be_kept_is_an_error(tmp_path: Path, small_disk: Path) -> None:
+    """Exit code 74; with room, it goes on from what was kept before, and ends where it would have ended."""
+    job = small_disk / "job"
+    options: dict[str, Any] = {
+        "params": {"model": "wide", "hidden": 8_000},  # half a megabyte with its moments
+        "checkpoint": {"memory_tier": False, "url": str(tmp_path / "store")},
+    }
+    whole = go(tmp_path / "whole", params=options["params"], train_section={"max_steps": 4})
+    go(job, overrides=["train.max_steps=2"], **options)
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(shutil.disk_usage(small_disk).free - 400_000))
+    failed = go(job, overrides=["train.max_steps=4"], expect_success=False, **options)
+    assert failed.codes == [74]
+    assert "the state of its last step, 4, could not be kept" in failed.errors[0].what
+    assert "Make room" in failed.errors[0].hint
+    assert "has no room for a snapshot" in failed.events("snapshot_failed")[0]["error"]
+    store = open_store(tmp_path / "store")
+    assert steps_in(store)[0] == 2
+    filler.unlink()
+    run = go(job, overrides=["train.max_steps=4"], **options)
+    assert run.events("restored")[0]["global_step"] == 2
+    assert trace(run) == trace(whole)
+    assert kept(job, store) == kept(tmp_path / "whole")
+
+
 def test_without_a_memory_tier(tmp_path: Path, undisturbed: tuple[Trained, Path]) -> None:
     off = {"memory_tier": False}
     go(tmp_path, checkpoint=off, overrides=["params.kill_after=4"], expect_success=False)
