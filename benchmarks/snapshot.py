@@ -11,8 +11,9 @@ plain write with fsync, one plain read.
   free. `torch.save` and `dcp.save` write where training waits; `dcp.async_save` has a reused stager and is timed until
   it gives the state back.
 - **durable**: from the beginning of the snapshot until it is in the durable tier, verified, fsynced.
-- **restore**: finding, verifying and taking over the newest snapshot of the durable tier.
-- **throughput**: training with a snapshot every 20 steps against without.
+- **restore**: finding, verifying and taking over the newest snapshot of the durable tier; from the disk (nothing in the
+  page cache) and from the page cache, each against plain reads of the same files in the same condition.
+- **throughput**: training with a snapshot every 20 steps against without, see `snapshot_throughput.py`.
 """
 
 from __future__ import annotations
@@ -35,116 +36,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from snapshot_run import RUN_ID, WIDTH, Run, snapshotter_for
+from snapshot_throughput import Segment, describe, measure_throughput, throughput
 
-from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.persist_loop import PersisterSettings
 from elastictrain.checkpoint.persister_client import Persister
 from elastictrain.checkpoint.store import open_store
-from elastictrain.config.schema import DdpConfig, ModelConfig, OptimizerConfig, ScalerConfig
-from elastictrain.core.batch import BatchPlan
-from elastictrain.core.identity import DataIdentity
-from elastictrain.core.phases import Phase
-from elastictrain.core.snapshot_interval import LastSnapshot, SnapshotSchedule
-from elastictrain.core.window import WindowPlan
-from elastictrain.logs import make_logger
-from elastictrain.training.device import Place
-from elastictrain.training.precision import Precision
-from elastictrain.training.replica import Replica
 from elastictrain.training.restore import Lookup, Restorer
-from elastictrain.training.session import Session
-from elastictrain.training.snapshot import Origin, Snapshotter
-from elastictrain.training.state import TrainingState
-from elastictrain.training.task import BoundTask
-from elastictrain.training.trainee import Trainee
-from elastictrain.training.update import Updater, make_optimizer
-
-WIDTH = 1024
-RUN_ID = "00000000"
-
-
-class Stack(nn.Module):
-    """Linear layers of about a million values each."""
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
-class StackTask:
-    """The least that a task must have; the benchmark steps by itself."""
-
-    def __init__(self, num_layers: int) -> None:
-        self.num_layers = num_layers
-
-    def model(self) -> nn.Module:
-        return Stack(self.num_layers)
-
-    def train_data(self) -> list[int]:
-        return [0]
-
-    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch).square().mean()
-
-
-class Run:
-    """A run of one rank: everything that a snapshot holds, and one training step by hand."""
-
-    def __init__(self, num_layers: int, batch_size: int) -> None:
-        self.place = Place()
-        self.session = Session(self.place, seed=1)
-        self.task = BoundTask(StackTask, {"num_layers": num_layers})
-        replica = Replica(self.task.build_model(), self.place, ModelConfig(), DdpConfig())
-        precision = Precision("fp32", self.place.device, ScalerConfig())
-        self.optimizer = make_optimizer(replica.module, OptimizerConfig(), self.place.device)
-        updater = Updater(self.optimizer, precision, clip_norm=None, check_gradients=False)
-        self.trainee = Trainee(replica, self.optimizer, updater, precision, None, None, channels_last=False)
-        data = DataIdentity(1, 1_000_000, shuffle=True)
-        self.state = TrainingState(self.session, self.task, self.trainee, data, BatchPlan(1, 1))
-        self.plan = WindowPlan(1_000_000, 1, 1)
-        self.batch = torch.randn(batch_size, WIDTH)
-        self.step()
-
-    def compute(self) -> None:
-        """Forward and backward."""
-        self.task.loss(self.trainee.replica.module, self.batch).backward()
-
-    def step(self, before_update: Callable[[], None] = lambda: None, compute: bool = True) -> None:
-        """One step; `before_update` is called where the loop calls the snapshotter."""
-        step = self.session.begin_step(self.plan)
-        assert step is not None
-        self.session.enter(Phase.DATA)
-        self.session.begin_microbatch(step.microbatches[0])
-        self.session.enter(Phase.BACKWARD)
-        if compute:
-            self.compute()
-        self.session.enter(Phase.OPTIMIZER)
-        before_update()
-        self.session.settle()
-        if compute:
-            self.session.commit(self.trainee.updater.apply().applied)
-        else:
-            self.session.commit(True)
-
-
-def snapshotter_for(run: Run, root: Path, persister: Persister | None) -> Snapshotter:
-    log = make_logger(Path(os.devnull).open("w"))  # noqa: SIM115 - lives as long as the process
-    return Snapshotter(
-        run.state,
-        [MemoryTier(root / "tier", base=root)],
-        persister,
-        SnapshotSchedule(every_steps=1),
-        first=LastSnapshot(0, 0.0),
-        mean_time_between_failures_s=3600.0,
-        origin=Origin("bench", RUN_ID, {"elastictrain": "0", "torch": torch.__version__, "python": "3"}),
-        device=run.place.device,
-        log=log,
-    )
 
 
 def seconds(action: Callable[[], Any]) -> float:
@@ -164,8 +62,8 @@ def write_plainly(path: Path, data: memoryview) -> None:
 def read_plainly(path: Path, into: memoryview) -> None:
     with path.open("rb", buffering=0) as file:
         position = 0
-        while position < len(into):
-            position += file.readinto(into[position : position + (8 << 20)])
+        while num_bytes := file.readinto(into[position : position + (8 << 20)]):
+            position += num_bytes
 
 
 class Figures:
@@ -181,7 +79,7 @@ class Figures:
         return [a / b for a, b in zip(self.rounds[name], self.rounds[base], strict=True)]
 
 
-def measure(args: argparse.Namespace, disk: Path, memory: Path) -> Figures:
+def measure(args: argparse.Namespace, disk: Path, memory: Path) -> tuple[Figures, list[Segment]]:
     num_layers = max(1, round(args.values * 1e6 / 3 / (WIDTH * WIDTH + WIDTH)))
     torch.set_num_threads(1)
     run = Run(num_layers, args.batch_size)
@@ -224,7 +122,10 @@ def measure(args: argparse.Namespace, disk: Path, memory: Path) -> Figures:
         print(f"stall: round {number + 1} of {args.rounds}", flush=True)
     ours.close()
     measure_durable(args, run, disk, memory, size, figures)
-    return figures
+    segments = measure_throughput(
+        run, disk, memory, num_rounds=args.segments, num_steps=args.steps, num_threads=args.threads
+    )
+    return figures, segments
 
 
 def torch_save(state: Any, path: Path) -> None:
@@ -258,9 +159,9 @@ def async_save(state: Any, path: Path, stager: Any) -> float:
 
 def measure_durable(args: argparse.Namespace, run: Run, disk: Path, memory: Path, size: int, figures: Figures) -> None:
     durable = threading.Event()
-    url = str(disk / "store")
+    store = disk / "store"
     persister = Persister(
-        PersisterSettings(url=url, keep_last=1),
+        PersisterSettings(url=str(store), keep_last=1),
         lambda report: durable.set() if report.kind == "persisted" else None,
     )
     ours = snapshotter_for(run, memory / "durable", persister)
@@ -274,21 +175,38 @@ def measure_durable(args: argparse.Namespace, run: Run, disk: Path, memory: Path
         ours.wait_committed()
         durable.wait()
 
+    def read_all() -> None:
+        for path in stored_files(store):
+            read_plainly(path, buffer)
+
     snapshot()
     run.step(ours.before_change)
     for number in range(args.rounds):
         figures.add("plain write", seconds(lambda: write_plainly(disk / "plain", data)))
         figures.add("ours, durable", seconds(snapshot))
         run.step(ours.before_change)
-        figures.add("plain read", seconds(lambda: read_plainly(disk / "plain", buffer)))
-        figures.add("ours, restore", seconds(lambda: restore(run, url, disk)))
+        for path in stored_files(store):
+            forget(path)
+        figures.add("plain read", seconds(read_all))
+        for path in stored_files(store):
+            forget(path)
+        figures.add("ours, restore", seconds(lambda: restore(run, str(store), disk)))
+        figures.add("plain read, cached", seconds(read_all))
+        figures.add("ours, restore, cached", seconds(lambda: restore(run, str(store), disk)))
         print(f"durable and restore: round {number + 1} of {args.rounds}", flush=True)
-    for number in range(args.rounds):
-        figures.add("steps without", seconds(lambda: train(run, None, args.steps)))
-        figures.add("steps with", seconds(lambda: train(run, ours, args.steps)))
-        print(f"throughput: round {number + 1} of {args.rounds}", flush=True)
     ours.close()
     persister.close(finish=True)
+
+
+def stored_files(store: Path) -> list[Path]:
+    """The files of the newest snapshot in a folder of snapshots."""
+    return sorted(max(store.glob("step-*")).iterdir())
+
+
+def forget(path: Path) -> None:
+    """Drops a file from the page cache."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def restore(run: Run, url: str, disk: Path) -> None:
@@ -297,17 +215,7 @@ def restore(run: Run, url: str, disk: Path) -> None:
     assert restored is not None
 
 
-def train(run: Run, snapshotter: Snapshotter | None, steps: int) -> None:
-    for number in range(steps):
-        if snapshotter is None:
-            run.step()
-            continue
-        run.step(snapshotter.before_change)
-        if number % 20 == 19:
-            snapshotter.take()
-
-
-def report(figures: Figures) -> dict[str, Any]:
+def report(figures: Figures, segments: list[Segment]) -> dict[str, Any]:
     groups = {
         "memcpy": [
             "ours, nothing to hide behind",
@@ -318,7 +226,7 @@ def report(figures: Figures) -> dict[str, Any]:
         ],
         "plain write": ["ours, durable"],
         "plain read": ["ours, restore"],
-        "steps without": ["steps with"],
+        "plain read, cached": ["ours, restore, cached"],
     }
     result: dict[str, Any] = {}
     print(f"\n{'':32}{'median ms':>12}{'ratio':>9}{'worst':>9}")
@@ -330,29 +238,29 @@ def report(figures: Figures) -> dict[str, Any]:
             print(f"  {name:30}{median_ms:12.1f}{statistics.median(ratios):9.2f}{max(ratios):9.2f}")
             result[name] = {"median_ms": median_ms, "ratio": statistics.median(ratios), "worst_ratio": max(ratios)}
     compute_ms = statistics.median(figures.rounds["compute"]) * 1e3
-    throughput = statistics.median(
-        a / b for a, b in zip(figures.rounds["steps without"], figures.rounds["steps with"], strict=True)
-    )
-    print(f"\nforward and backward: {compute_ms:.0f} ms; throughput with a snapshot every 20 steps: {throughput:.3f}")
-    return {**result, "compute_ms": compute_ms, "throughput": throughput, "seconds": figures.rounds}
+    print(f"\nforward and backward: {compute_ms:.0f} ms")
+    print(describe(segments))
+    return {**result, "compute_ms": compute_ms, "throughput": throughput(segments), "seconds": figures.rounds}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--values", type=float, default=100, help="millions of fp32 values in the state")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=60, help="per block of the throughput part")
+    parser.add_argument("--segments", type=int, default=12, help="rounds of the throughput part")
+    parser.add_argument("--steps", type=int, default=20, help="from one snapshot to the next, in the throughput part")
+    parser.add_argument("--threads", type=int, default=1, help="of the computation, in the throughput part")
     parser.add_argument("--batch-size", type=int, default=64, help="sets how long forward and backward last")
     parser.add_argument("--disk", type=Path, help="folder of the disk to measure; default: that of temporary files")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--quick", action="store_true", help="small and short: does it run?")
     args = parser.parse_args()
     if args.quick:
-        args.values, args.rounds, args.steps = 9, 2, 20
+        args.values, args.rounds, args.segments = 9, 2, 3
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     with tempfile.TemporaryDirectory(dir=args.disk) as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-        figures = measure(args, Path(disk).absolute(), Path(memory))
-    result = report(figures)
+        figures, segments = measure(args, Path(disk).absolute(), Path(memory))
+    result = report(figures, segments)
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 import psutil
-import xxhash
 
 from elastictrain.checkpoint import faults
+from elastictrain.checkpoint.file_copy import copy_durably
 from elastictrain.checkpoint.format import MANIFEST_FILE, FileEntry, check_content, parse_name
 from elastictrain.checkpoint.store import (
-    CHUNK_BYTES,
     PINS_DIR,
     Progress,
     Source,
@@ -33,9 +32,6 @@ from elastictrain.checkpoint.store import (
 )
 from elastictrain.errors import SnapshotDamagedError, StorageError
 from elastictrain.protocol import write_atomically
-
-FLUSH_BYTES = 256 << 20
-"""The disk gets what was written after so many bytes: progress is real, and the last fsync short."""
 
 _TEMPORARY = re.compile(r"\.tmp-(?P<name>step-.*)-(?P<host>[A-Za-z0-9_.]+)-(?P<pid>\d+)-[0-9a-f]{8}")
 _SET_ASIDE = ".damaged-"
@@ -68,7 +64,7 @@ class LocalStore(Store):
             self.path.mkdir(parents=True, exist_ok=True)
             final = self.path / manifest.name
             damaged = (final / MANIFEST_FILE).exists()
-            if damaged and self._holds(source, progress):
+            if damaged and self._holds(source.manifest, progress):
                 return
             temporary = self.path / _temporary_name(manifest.name)
             temporary.mkdir()
@@ -91,14 +87,6 @@ class LocalStore(Store):
                 raise
         except OSError as error:
             raise _failed(self.path, error) from error
-
-    def _holds(self, source: Source, progress: Progress) -> bool:
-        """Whether this very snapshot is there, and sound. Another try of the same step may have other content."""
-        name = source.manifest.name
-        try:
-            return self.read_manifest(name).files == source.manifest.files and not self.verify(name, progress)
-        except SnapshotDamagedError:
-            return False
 
     def _replace(self, temporary: Path, final: Path) -> None:
         """Renames into place; what is there and damaged is set aside first, and removed after."""
@@ -213,19 +201,8 @@ def _copy(source: memoryview, target: Path, name: str, entry: FileEntry, progres
     """Copies a file durably, comparing what is copied to the manifest."""
     if len(source) != entry.size_bytes:
         raise SnapshotDamagedError(f"{name}: has {len(source)} bytes instead of {entry.size_bytes}")
-    hasher = xxhash.xxh3_128()
-    with target.open("xb", buffering=0) as file:
-        for begin in range(0, len(source), CHUNK_BYTES):
-            chunk = source[begin : begin + CHUNK_BYTES]
-            hasher.update(chunk)
-            written = 0
-            while written < len(chunk):
-                written += file.write(chunk[written:])
-            if begin // FLUSH_BYTES != (begin + len(chunk)) // FLUSH_BYTES:
-                os.fdatasync(file.fileno())
-            progress(len(chunk))
-        os.fsync(file.fileno())
-    if damage := check_content(name, entry, len(source), hasher.hexdigest()):
+    found_digest = copy_durably(source, target, progress)
+    if damage := check_content(name, entry, len(source), found_digest):
         raise SnapshotDamagedError(str(damage))
 
 

@@ -45,16 +45,43 @@ class MemorySnapshot:
         return self.manifest.run_id
 
 
+class Mappings:
+    """Mappings of slots' files, kept from one snapshot to the next by who reads each of them.
+
+    A slot's files stay the same while the state keeps its form, and the kernel gives a process each page once: for a
+    mapping made anew that takes as long as hashing what is in it.
+    """
+
+    def __init__(self) -> None:
+        self._views: dict[Path, tuple[tuple[int, int, int], memoryview]] = {}
+
+    def map(self, path: Path, fd: int) -> memoryview:
+        """Maps a whole file, read-only, unless it is mapped; closes the descriptor. One mapping is kept per path."""
+        with safefs.closing(fd):
+            status = os.fstat(fd)
+            file = status.st_dev, status.st_ino, status.st_size
+            known = self._views.get(path)
+            if known is None or known[0] != file:
+                known = self._views[path] = file, map_read_only(os.dup(fd))
+        return known[1]
+
+
 class OpenSnapshot:
     """A memory snapshot that cannot change while this is open: holds the slot's lock, shared.
+
+    Args:
+        path: folder of the slot.
+        name: the snapshot's name.
+        mappings: keeps the mappings of its files for the next snapshot of this slot.
 
     Raises:
         SnapshotDamagedError: the slot is gone, or holds no complete snapshot.
         BusyError: it is being written, or holds another snapshot by now.
     """
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path, name: str, mappings: Mappings | None = None) -> None:
         self.path = path
+        self._mappings = mappings
         folder = safefs.open_folder(path.parent, (path.name,), create=False)
         if folder is None:
             raise SnapshotDamagedError(f"{path} is gone")
@@ -88,7 +115,8 @@ class OpenSnapshot:
         Raises:
             SnapshotDamagedError: it is missing.
         """
-        return map_read_only(self.open_file(name))
+        fd = self.open_file(name)
+        return map_read_only(fd) if self._mappings is None else self._mappings.map(self.path / name, fd)
 
     def open_file(self, name: str) -> int:
         """Descriptor of a file; the caller closes it.

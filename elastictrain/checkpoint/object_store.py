@@ -72,7 +72,7 @@ class ObjectStore(Store):
         faults.point("store.begin")
         with self._explained(f"writing {name}"):
             if self._fs.exists(self._path(name)):
-                if self._holds(source, progress):
+                if self._holds(source.manifest, progress):
                     return
                 self._fs.rm_file(self._path(name))
             for file, entry in manifest.files.items():
@@ -90,13 +90,6 @@ class ObjectStore(Store):
                     self._fs.rm_file(self._path(name))
                 raise StorageError(f"{self.where}/{name}/{MANIFEST_FILE}: reads back differently")
             faults.point("store.committed")
-
-    def _holds(self, source: Source, progress: Progress) -> bool:
-        name = source.manifest.name
-        try:
-            return self.read_manifest(name).files == source.manifest.files and not self.verify(name, progress)
-        except SnapshotDamagedError:
-            return False
 
     def _upload(self, view: memoryview, name: str, file: str, entry: FileEntry, progress: Progress) -> None:
         """Streams a file, comparing what is sent to the manifest."""

@@ -29,7 +29,7 @@ from tenacity import (
 from tenacity.nap import sleep_using_event
 
 from elastictrain.checkpoint.format import parse_name
-from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
+from elastictrain.checkpoint.memory_snapshot import Mappings, OpenSnapshot
 from elastictrain.checkpoint.store import Store, open_store
 from elastictrain.core.retention import Condition, Kept, superfluous
 from elastictrain.errors import BusyError, ElasticTrainError, SnapshotError, StorageError
@@ -115,6 +115,7 @@ class PersistLoop:
         self._waiting: Request | None = None
         self._finishing = False
         self._newer = threading.Event()
+        self._mappings = Mappings()
         self._store: Store | None = None
         self._verified: set[str] = set()
         self._cleaned = False
@@ -179,7 +180,7 @@ class PersistLoop:
             reraise=True,
         )
         try:
-            with OpenSnapshot(Path(request.path), request.name) as source:
+            with OpenSnapshot(Path(request.path), request.name, self._mappings) as source:
                 size_bytes = source.manifest.size_bytes
                 self._report(Report("started", request.name, {"size_bytes": size_bytes}))
                 retrying(self._put, source)

@@ -21,11 +21,17 @@ import threading
 import time
 from dataclasses import asdict
 
+import psutil
+
 from elastictrain.checkpoint.persist_loop import PersisterSettings, PersistLoop, Report, Request
 
 STALLED_EXIT_CODE = 75  # EX_TEMPFAIL
-NICENESS = 5
-"""Training comes first where there are no idle cores."""
+NICENESS = 10
+"""A tenth of the weight of training where there are no idle cores: little, but never nothing. (SCHED_IDLE would be
+nothing on a machine that computes without a pause, and without privileges there is no way back from it.)"""
+IO_PRIORITY = 7
+"""The lowest of the best-effort class: who reads training data from the same disk comes first. Not the idle class,
+which a busy disk would starve."""
 
 _output = threading.Lock()
 
@@ -62,6 +68,15 @@ def _read_requests(loop: PersistLoop, grace_s: float) -> None:
     _leave(STALLED_EXIT_CODE)
 
 
+def _give_way() -> None:
+    """Training comes first: by weight, and at wake-ups, where a batch task preempts nobody (sched(7))."""
+    os.nice(NICENESS)
+    with contextlib.suppress(OSError):  # a sandbox may forbid either
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with contextlib.suppress(psutil.Error, OSError):
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, IO_PRIORITY)
+
+
 def main() -> None:
     """Runs until standard input ends and the work is done."""
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -69,7 +84,7 @@ def main() -> None:
     first = sys.stdin.readline()
     if not first:
         return
-    os.nice(NICENESS)
+    _give_way()
     settings = PersisterSettings(**json.loads(first)["configure"])
     loop = PersistLoop(settings, _print_report)
     for target, argument in ((_read_requests, settings.grace_s), (_watch, settings.storage_timeout_s)):

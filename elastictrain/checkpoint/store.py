@@ -156,6 +156,15 @@ class Store(ABC):
                 damages.append(damage)
         return damages
 
+    def _holds(self, manifest: Manifest, progress: Progress) -> bool:
+        """Whether this very snapshot is there, and sound. Another try of the same step may have other content."""
+        try:
+            return self.read_manifest(manifest.name).files == manifest.files and not self.verify(
+                manifest.name, progress
+            )
+        except SnapshotDamagedError:
+            return False
+
     def pin(self, run_id: str, global_step: int, owner: str) -> None:
         """Keeps a snapshot from being deleted by anybody's retention, for `owner` (any text that names it).
 

@@ -41,11 +41,19 @@ def list_(
         if "damage" in row:
             typer.echo(f"{row.get('name', row['path'])}  {row['tier']}  DAMAGED: {row['damage']}")
             continue
-        size = f"{row['size_bytes'] / 2**20:,.1f} MiB"
+        size = _size(row["size_bytes"])
         pinned = "  pinned" if row["pinned_by"] else ""
         typer.echo(
             f"step {row['global_step']:>8}  run {row['run_id']}  {row['tier']:<7}  {size:>12}  {row['created']}{pinned}"
         )
+
+
+def _size(size_bytes: int) -> str:
+    """In the largest unit of which there is at least one."""
+    for exponent, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size_bytes >= 1 << exponent:
+            return f"{size_bytes / (1 << exponent):,.1f} {unit}"
+    return f"{size_bytes} B"
 
 
 def _row(entry: tuple[Any, list[str]]) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Annotated, Any
 
 import tomli_w
@@ -10,15 +12,21 @@ import typer
 
 from elastictrain.checkpoint.secrets import redact_options, redact_url
 from elastictrain.cli.options import JobArgument, SetOption
-from elastictrain.config import JobConfig, load_job
+from elastictrain.config import JobConfig, LoadedJob, load_job
+from elastictrain.errors import TaskError
 
 app = typer.Typer(no_args_is_help=True, help="Check a job.toml, show it resolved, print its schema.")
 
 
 @app.command()
 def check(job: JobArgument, overrides: SetOption = None) -> None:
-    """Check that a job.toml is valid. Says what is wrong, and where; exit code 78 if anything is."""
+    """Check that a job.toml is valid, and that its task can be imported and has what a task must have.
+
+    The task's module is imported, in a process of its own; nothing of it is run. Says what is wrong, and where; exit
+    code 78 if anything is.
+    """
     loaded = load_job(job, overrides or [])
+    _check_task(loaded)
     typer.echo(f"{loaded.path}: ok")
 
 
@@ -40,6 +48,33 @@ def show(
 def schema() -> None:
     """Print the JSON Schema of job.toml: every key, its type, default and meaning."""
     typer.echo(json.dumps(JobConfig.model_json_schema(), indent=2))
+
+
+def _check_task(job: LoadedJob) -> None:
+    """Imports the task elsewhere: it may do anything, and it needs torch."""
+    request = {
+        "task": job.config.task,
+        "module_dir": str(job.module_dir) if job.module_dir is not None else None,
+        "params": job.config.model_dump(mode="json")["params"],
+    }
+    checking = subprocess.run(
+        [sys.executable, "-m", "elastictrain.training.check"],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    try:
+        found = json.loads(checking.stdout)
+    except ValueError:
+        raise TaskError(
+            f"{job.path}: task = {job.config.task!r}: importing it ended the process with exit code "
+            f"{checking.returncode}",
+            checking.stderr.rstrip(),
+        ) from None
+    if found:
+        raise TaskError(f"{job.path}: {found['what']}", found["hint"])
 
 
 def _hide_secrets(plain: dict[str, Any]) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from elastictrain.checkpoint.catalog import latest_run, newest_first
+from elastictrain.checkpoint.catalog import Candidate, latest_run, newest_first
+from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
 from elastictrain.checkpoint.store import Store, open_store
-from elastictrain.errors import MissingInputError, SnapshotError
+from elastictrain.cli.snapshot_places import find_place
+from elastictrain.errors import BusyError, MissingInputError, SnapshotDamagedError, SnapshotError
 from elastictrain.protocol import IDENTITY_FILE, SNAPSHOTS_DIR, JobIdentity, SnapshotSource
+
+
+def _ignore(_text: str) -> None: ...
 
 
 def run_in_store(store: Store) -> JobIdentity | None:
@@ -33,38 +38,68 @@ def run_in_store(store: Store) -> JobIdentity | None:
     return JobIdentity(run_id, None)
 
 
-def find_source(text: str, storage_options: Mapping[str, Any]) -> SnapshotSource:
+def find_source(text: str, storage_options: Mapping[str, Any], warn: Callable[[str], None] = _ignore) -> SnapshotSource:
     """The snapshot that `--from URL[@STEP]` names.
+
+    Of a state directory, both tiers count: what is in its memory tier alone is made durable now, in that job's store.
 
     Args:
         text: a store's URL or folder, or a state directory; then, optionally, `@` and a step.
-        storage_options: for the store.
+        storage_options: for a store; a state directory says itself how its store is opened.
+        warn: called for each snapshot that is passed over.
 
     Raises:
         MissingInputError: there is no such snapshot.
+        SnapshotDamagedError: the one that was asked for is in the memory tier alone, and damaged.
+        StorageError: the store cannot be read, or takes no snapshot.
     """
-    url, at, step_text = text.rpartition("@")
+    where, at, step_text = text.rpartition("@")
     if not at or not step_text.isdigit():
-        url, step_text = text, ""
-    run_id = None
-    path = Path(url)
-    if "://" not in url and path.is_dir():
-        path = path.absolute()
-        if (path / IDENTITY_FILE).exists():
-            identity = JobIdentity.read(path)
-            run_id = identity.run_id if identity is not None else None
-            path = path / SNAPSHOTS_DIR
-        url = str(path)
+        where, step_text = text, ""
+    step = int(step_text) if step_text else None
+    folder = Path(where)
+    if "://" not in where and (folder / IDENTITY_FILE).exists():
+        return _of_state_dir(text, folder.absolute(), step, warn)
+    url = str(folder.absolute()) if "://" not in where else where
     store = open_store(url, storage_options)
     candidates = newest_first(None, store)
-    run_id = run_id or latest_run(candidates)
-    of_run = [c for c in candidates if c.run_id == run_id]
-    if not of_run:
-        raise MissingInputError(f"--from {text}: there are no snapshots in {store.where}")
-    if not step_text:
-        return SnapshotSource(url, of_run[0].run_id, of_run[0].global_step)
-    step = int(step_text)
-    if all(c.global_step != step for c in of_run):
-        steps = ", ".join(str(c.global_step) for c in of_run[:10])
+    run_id = latest_run(candidates)
+    found = _of_step(text, [c for c in candidates if c.run_id == run_id], step, store.where)[0]
+    return SnapshotSource(url, found.run_id, found.global_step)
+
+
+def _of_state_dir(text: str, folder: Path, step: int | None, warn: Callable[[str], None]) -> SnapshotSource:
+    identity = JobIdentity.read(folder)
+    place = find_place(None, folder, None)
+    candidates = [c for c, _ in place.candidates() if identity is not None and c.run_id == identity.run_id]
+    durable = {c.global_step for c in candidates if c.tier == "durable"}
+    url = place.config.url or str(folder / SNAPSHOTS_DIR)
+    if "://" not in url:
+        url = str(Path(url).absolute())
+    for candidate in _of_step(text, candidates, step, place.describe()):
+        if candidate.global_step not in durable:
+            assert candidate.memory is not None
+            try:
+                with OpenSnapshot(candidate.memory.path, candidate.name) as opened:
+                    place.store.put(opened)
+            except (SnapshotDamagedError, BusyError) as error:
+                if step is not None:
+                    raise
+                warn(f"--from {text}: {candidate.where} is passed over: {error.what}")
+                continue
+        return SnapshotSource(url, candidate.run_id, candidate.global_step)
+    raise SnapshotDamagedError(
+        f"--from {text}: none of the snapshots in {place.describe()} can be read",
+        "`elastictrain checkpoints verify` says why.",
+    )
+
+
+def _of_step(text: str, candidates: list[Candidate], step: int | None, where: str) -> list[Candidate]:
+    """Those of the step, or all where none was asked for; at least one."""
+    if not candidates:
+        raise MissingInputError(f"--from {text}: there are no snapshots in {where}")
+    found = [c for c in candidates if step is None or c.global_step == step]
+    if not found:
+        steps = ", ".join(dict.fromkeys(str(c.global_step) for c in candidates[:10]))
         raise MissingInputError(f"--from {text}: there is no snapshot of step {step}", f"There are: {steps}.")
-    return SnapshotSource(url, of_run[0].run_id, step)
+    return found

@@ -59,7 +59,8 @@ def run(
         typer.Option(
             "--allow",
             metavar="NAME",
-            help=f"Let a snapshot differ from this run in NAME ({', '.join(ALLOWABLE)}). Repeatable.",
+            help=f"Let a snapshot differ from this run in NAME ({', '.join(ALLOWABLE)}): this run's value holds. "
+            "Repeatable.",
         ),
     ] = None,
     service: Annotated[
@@ -101,7 +102,7 @@ def run(
     state = StateDir(state_dir if state_dir is not None else DEFAULT_ROOT / config.name)
     options = StartOptions(
         fresh=fresh,
-        source=find_source(source, config.checkpoint.storage_options) if source is not None else None,
+        source=find_source(source, config.checkpoint.storage_options, _warn) if source is not None else None,
         allowed_differences=tuple(allow or ()),
     )
     with state.locked():
@@ -122,6 +123,10 @@ def run(
             raise ending.error
         if ending.outcome is not None:
             view.summary(ending.outcome, str(state.path))
+
+
+def _warn(text: str) -> None:
+    typer.echo(f"elastictrain: {text}", err=True)
 
 
 class Showing:

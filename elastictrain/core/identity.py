@@ -60,4 +60,6 @@ def refusal(differences: list[Difference], allowed: frozenset[str]) -> str | Non
     return "\n".join(lines)
 
 
-ALLOWABLE = ("seed", "dataset_length", "shuffle", "fingerprint", "model", "optimizer")
+HYPERPARAMETERS = "hyperparameters"
+"""Not refused, since they may follow from the world size: the snapshot's hold, with a warning, unless allowed."""
+ALLOWABLE = ("seed", "dataset_length", "shuffle", "fingerprint", "model", "optimizer", HYPERPARAMETERS)

@@ -24,6 +24,7 @@ from elastictrain.checkpoint.persister_client import Persister
 from elastictrain.checkpoint.secrets import redact_url
 from elastictrain.checkpoint.store import Store, open_store
 from elastictrain.config.schema import JobConfig
+from elastictrain.core.identity import HYPERPARAMETERS
 from elastictrain.core.snapshot_interval import LastSnapshot, SnapshotSchedule
 from elastictrain.errors import SnapshotError, StorageError
 from elastictrain.logs import Logger
@@ -160,7 +161,22 @@ class Checkpointing:
             written_by_world_size=restored.world_size,
             seconds=round(perf_counter() - began_s, 4),
         )
+        if self._session.place.is_rank_zero:
+            self._report_hyperparameters(restored)
         return restored
+
+    def _report_hyperparameters(self, restored: Restored) -> None:
+        """Says which of two values holds: the one in job.toml is not always the one the run goes by."""
+        own = HYPERPARAMETERS in self._spec.allowed_differences
+        for changed in restored.hyperparameters:
+            self._log.warning(
+                "hyperparameter_differs",
+                key=changed.name,
+                snapshot=changed.kept,
+                job=changed.now,
+                holds="job" if own else "snapshot",
+                hint="" if own else f"To train on with the job's value: --allow {HYPERPARAMETERS}.",
+            )
 
     def _passed_over(self, where: str, reason: str) -> None:
         self._log.warning("snapshot_passed_over", where=where, reason=reason)

@@ -1,4 +1,4 @@
-"""Looks at a user's batches and schedules for the mistakes the advice in `core.advice` is about."""
+"""Looks at a user's batches for the mistakes the advice in `core.advice` is about."""
 
 from __future__ import annotations
 
@@ -15,20 +15,6 @@ from elastictrain.training.data import FetchFailed
 IGNORE_INDEX = -100
 """cross_entropy's default ignore_index: such targets are left out of its mean."""
 BATCHES_INSPECTED = 4
-
-_HORIZONS = ("T_max", "total_steps", "total_iters")
-
-
-def schedule_horizons(scheduler: Any) -> dict[str, int]:
-    """The lengths a scheduler was laid out for, by `Class.attribute`; chained schedulers are looked into."""
-    found: dict[str, int] = {}
-    for inner in getattr(scheduler, "_schedulers", ()):
-        found |= schedule_horizons(inner)
-    for attribute in _HORIZONS:
-        value = getattr(scheduler, attribute, None)
-        if isinstance(value, int):
-            found[f"{type(scheduler).__name__}.{attribute}"] = value
-    return found
 
 
 def counted_elements(batch: Any) -> tuple[int, str] | None:

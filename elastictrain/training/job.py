@@ -27,12 +27,13 @@ from elastictrain.training.data import SeededReader, batches
 from elastictrain.training.ema import Ema
 from elastictrain.training.evaluate import Evaluation, Evaluator
 from elastictrain.training.feed import Feed, Limits, my_spans
-from elastictrain.training.inspection import inspecting, schedule_horizons
+from elastictrain.training.inspection import inspecting
 from elastictrain.training.loop import Loop
 from elastictrain.training.metrics import MetricsWriter
 from elastictrain.training.precision import Precision
 from elastictrain.training.replica import Replica, check_static_graph
 from elastictrain.training.report import Reporter
+from elastictrain.training.schedules import schedule_horizons
 from elastictrain.training.session import Session
 from elastictrain.training.state import TrainingState
 from elastictrain.training.task import BoundTask, import_task
@@ -48,13 +49,11 @@ class Outcome:
     Args:
         complete: all steps are done; False if it was stopped.
         reason: in words.
-        global_batch_size: samples per step, which later starts keep.
         summary: counters, last values and totals, as plain data.
     """
 
     complete: bool
     reason: str
-    global_batch_size: int
     summary: dict[str, Any]
 
 
@@ -343,4 +342,4 @@ class _Job:
             "wall_s": perf_counter() - self._started_s,
             **asdict(reporter.totals),
         }
-        return Outcome(complete, reason, self._batch.global_batch_size, summary)
+        return Outcome(complete, reason, summary)

@@ -26,7 +26,7 @@ from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
 from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.store import Store
 from elastictrain.core.counters import Counters
-from elastictrain.core.identity import refusal
+from elastictrain.core.identity import HYPERPARAMETERS, Difference, refusal
 from elastictrain.errors import SnapshotError, SnapshotMismatchError, StorageError
 from elastictrain.training.collectives import broadcast_bytes, broadcast_ints, broadcast_tensor, gather_ints
 from elastictrain.training.device import Place
@@ -68,12 +68,14 @@ class Restored:
         tier: where it was found: "memory" or "durable".
         world_size: ranks of the run that wrote it.
         in_memory: the memory tier's snapshot, on the rank that holds it.
+        hyperparameters: those in which the snapshot differs from what this start was built with.
     """
 
     counters: Counters
     tier: str
     world_size: int
     in_memory: MemorySnapshot | None
+    hyperparameters: tuple[Difference, ...]
 
 
 class Restorer:
@@ -208,9 +210,10 @@ class Restorer:
                     begin, _ = layouts[file].offsets[name]
                     _read_into(target, reader.buffer(file), begin, wanted[file][name])
                 broadcast_tensor(target, holder, place)
-        counters = state.load(trainer, targets)
+        changed = tuple(state.hyperparameter_differences(trainer))
+        counters = state.load(trainer, targets, own_hyperparameters=HYPERPARAMETERS in self._allowed)
         in_memory = reader.candidate.memory if reader is not None else None
-        return Restored(counters, told["tier"], trainer["world_size"], in_memory)
+        return Restored(counters, told["tier"], trainer["world_size"], in_memory, changed)
 
 
 def _run_of(manifest: Path) -> str | None:

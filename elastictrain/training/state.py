@@ -7,7 +7,7 @@ handed out as they are, not copied: who keeps them must copy them before the nex
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,6 +20,14 @@ from elastictrain.core.batch import BatchPlan
 from elastictrain.core.counters import Counters
 from elastictrain.core.identity import DataIdentity, Difference
 from elastictrain.errors import SnapshotMismatchError, StateValueError
+from elastictrain.training.hyperparameters import (
+    COMPUTATION_KEYS,
+    built_with,
+    differences,
+    put_into_groups,
+    put_into_scaler,
+)
+from elastictrain.training.schedules import load_scheduler
 from elastictrain.training.session import Session
 from elastictrain.training.task import BoundTask
 from elastictrain.training.trainee import Trainee
@@ -115,6 +123,8 @@ class TrainingState:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self._parameter_names = [names[id(p)] for p in held]
         self._parameters = held
+        self._built_with = built_with(optimizer, self._precision.scaler)
+        self._hyperparameters = self._built_with
 
     # ---- out
 
@@ -151,6 +161,7 @@ class TrainingState:
             "precision": self._precision.mode,
             "aliases": {"model": aliases},
             "optimizer": self._optimizer_form(),
+            "hyperparameters": self._hyperparameters,
             "state": plain,
         }
         return Captured(counters, files, volatile, trainer)
@@ -208,6 +219,12 @@ class TrainingState:
             found.append(Difference("optimizer", trainer["optimizer"], self._optimizer_form()))
         return found
 
+    def hyperparameter_differences(self, trainer: Mapping[str, Any]) -> list[Difference]:
+        """What a snapshot's run was built with differently, of what its state holds: one of the two must give way."""
+        if trainer["optimizer"] != self._optimizer_form() or "hyperparameters" not in trainer:
+            return []
+        return differences(trainer["hyperparameters"], self._built_with)
+
     def _optimizer_form(self) -> str:
         sizes = [len(group["params"]) for group in self._optimizer.param_groups]
         return f"{type(self._optimizer).__name__} over {sizes} parameters"
@@ -256,21 +273,41 @@ class TrainingState:
         return torch.empty(spec.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
 
     @torch.no_grad()
-    def load(self, trainer: Mapping[str, Any], loaded: Mapping[str, Mapping[str, Tensor]]) -> Counters:
+    def load(
+        self,
+        trainer: Mapping[str, Any],
+        loaded: Mapping[str, Mapping[str, Tensor]],
+        *,
+        own_hyperparameters: bool = False,
+    ) -> Counters:
         """Takes over a snapshot whose tensors have been copied into `targets`.
+
+        Args:
+            trainer: content of its trainer.json.
+            loaded: the targets.
+            own_hyperparameters: where this start was built with other hyper-parameters, they hold, not the snapshot's.
 
         Returns:
             the counters to begin with.
         """
+        changed = bool(own_hyperparameters and self.hyperparameter_differences(trainer))
         plain = decode(trainer["state"], dict(loaded.get(STATE_FILE, {})))
         if plain["model_extra"]:
             self._module.load_state_dict(plain["model_extra"], strict=False)
         if trainer["optimizer"] == self._optimizer_form():
+            if changed:
+                own = self._optimizer.state_dict()["param_groups"]
+                put_into_groups(plain["optimizer"]["param_groups"], own, trainer["hyperparameters"], self._built_with)
             self._load_optimizer(plain["optimizer"], loaded[OPTIMIZER_FILE])
+            if not changed:
+                self._hyperparameters = trainer.get("hyperparameters", self._built_with)
         if self._scheduler is not None and plain["scheduler"] is not None:
-            _load_scheduler(self._scheduler, plain["scheduler"])
+            load_scheduler(self._scheduler, plain["scheduler"], own_rates=changed)
         if self._precision.scaler is not None and plain["scaler"]:
-            self._precision.scaler.load_state_dict(plain["scaler"])
+            scaling = plain["scaler"]
+            if changed:
+                scaling = put_into_scaler(scaling, trainer["hyperparameters"], self._built_with)
+            self._precision.scaler.load_state_dict(scaling)
         if self._ema is not None and EMA_FILE not in loaded:
             self._ema.restart()
         if plain["task"] is not None and self._task.has("load_state_dict"):
@@ -290,7 +327,7 @@ class TrainingState:
         groups = [{**theirs, "params": own["params"]} for own, theirs in zip(mine, plain["param_groups"], strict=True)]
         # How the update is computed is this start's choice, not the snapshot's.
         for own, group in zip(mine, groups, strict=True):
-            group.update({k: own[k] for k in ("fused", "foreach", "capturable", "differentiable") if k in own})
+            group.update({k: own[k] for k in COMPUTATION_KEYS if k in own})
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
         # torch converts state to the parameter's dtype (Optimizer.load_state_dict): that of float32 moments of bfloat16
         # weights, or of counts in integers, would come back as something else.
@@ -299,31 +336,3 @@ class TrainingState:
             own = self._optimizer.state[self._parameters[index_of[name]]]
             if key != "step" and isinstance(own.get(key), Tensor) and own[key].dtype != tensor.dtype:
                 own[key] = tensor
-
-
-_SCHEDULE_LAYOUT = ("T_max", "total_steps", "total_iters", "_schedule_phases", "_milestones")
-"""What torch's schedulers keep in their state although it belongs to their construction."""
-
-
-def _load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
-    """Loads a scheduler; where it was laid out for another length, the length of this start holds."""
-    kept = list(_schedule_layouts(scheduler))
-    scheduler.load_state_dict(state)
-    relaid = False
-    for owner, name, value in kept:
-        relaid = relaid or getattr(owner, name, value) != value
-        setattr(owner, name, value)
-    if relaid and hasattr(scheduler, "_get_closed_form_lr"):
-        # Computed from the last rate, the next would follow the old layout: a cosine that had reached zero stays there.
-        rates = scheduler._get_closed_form_lr()
-        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        scheduler._last_lr = list(rates)
-
-
-def _schedule_layouts(scheduler: Any) -> Iterator[tuple[Any, str, Any]]:
-    for name in _SCHEDULE_LAYOUT:
-        if hasattr(scheduler, name):
-            yield scheduler, name, getattr(scheduler, name)
-    for inner in getattr(scheduler, "_schedulers", ()):
-        yield from _schedule_layouts(inner)

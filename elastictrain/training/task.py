@@ -142,7 +142,53 @@ def user_traceback(error: BaseException) -> str:
     user = [
         f for f in frames if not f.filename.startswith((ours, "<frozen importlib")) and "importlib" not in f.filename
     ]
+    if not user and isinstance(error, SyntaxError):  # there is no frame in the file that it is about
+        return "".join(traceback.format_exception_only(error)).rstrip()
     return "".join(traceback.format_list(user or frames)).rstrip()
+
+
+def check_task(task_class: type, params: Mapping[str, Any]) -> None:
+    """Compares a class to the contract, without making one.
+
+    Args:
+        task_class: the user's class.
+        params: its keyword arguments.
+
+    Raises:
+        TaskError: a required method is missing, or one or the constructor takes other arguments.
+    """
+    for name, arguments in {**_REQUIRED, **_OPTIONAL}.items():
+        _check_method(task_class, name, arguments)
+    try:
+        inspect.signature(task_class).bind(**params)
+    except TypeError as error:
+        raise TaskError(
+            f"[params] do not fit {task_class.__name__}{inspect.signature(task_class)}: {error}",
+            "The keys of [params] are the constructor's keyword arguments.",
+        ) from error
+
+
+def _check_method(task_class: type, name: str, arguments: tuple[str, ...]) -> None:
+    where = f"{task_class.__name__}.{name}"
+    form = f"{name}(self{''.join(', ' + a for a in arguments)})"
+    method = getattr(task_class, name, None)
+    if method is None:
+        if name in _REQUIRED:
+            raise TaskError(f"{task_class.__name__} has no method {form}", "docs/task.md shows the whole contract.")
+        return
+    if not callable(method):
+        raise TaskError(f"{where} is not a method", f"It must be {form}.")
+    try:
+        signature = inspect.signature(method)
+    except ValueError:
+        return
+    is_unbound = not isinstance(inspect.getattr_static(task_class, name), staticmethod | classmethod)
+    try:
+        signature.bind(*((None,) if is_unbound else ()), *arguments)
+    except TypeError as error:
+        raise TaskError(
+            f"{where}{signature} cannot be called as {form}: {error}", "docs/task.md shows the whole contract."
+        ) from error
 
 
 class BoundTask:
@@ -158,14 +204,7 @@ class BoundTask:
 
     def __init__(self, task_class: type, params: Mapping[str, Any]) -> None:
         self.name = task_class.__name__
-        self._check_methods(task_class)
-        try:
-            inspect.signature(task_class).bind(**params)
-        except TypeError as error:
-            raise TaskError(
-                f"[params] do not fit {self.name}{inspect.signature(task_class)}: {error}",
-                "The keys of [params] are the constructor's keyword arguments.",
-            ) from error
+        check_task(task_class, params)
         try:
             self.task = task_class(**params)
         except Exception as error:
@@ -180,31 +219,6 @@ class BoundTask:
 
     def _optional(self, name: str) -> Any:
         return getattr(self.task, name, None)
-
-    def _check_methods(self, task_class: type) -> None:
-        for name, arguments in {**_REQUIRED, **_OPTIONAL}.items():
-            method = getattr(task_class, name, None)
-            form = f"{name}(self{''.join(', ' + a for a in arguments)})"
-            if method is None:
-                if name in _REQUIRED:
-                    raise TaskError(f"{self.name} has no method {form}", "docs/task.md shows the whole contract.")
-                continue
-            if not callable(method):
-                raise TaskError(f"{self.name}.{name} is not a method", f"It must be {form}.")
-            try:
-                signature = inspect.signature(method)
-            except ValueError:
-                continue
-            bound_self = (
-                () if isinstance(inspect.getattr_static(task_class, name), (staticmethod, classmethod)) else (None,)
-            )
-            try:
-                signature.bind(*bound_self, *arguments)
-            except TypeError as error:
-                raise TaskError(
-                    f"{self.name}.{name}{signature} cannot be called as {form}: {error}",
-                    "docs/task.md shows the whole contract.",
-                ) from error
 
     def call(self, name: str, *args: Any) -> Any:
         """Calls a method of the task; what it raises becomes a TaskError with the user's traceback."""

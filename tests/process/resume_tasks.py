@@ -279,3 +279,26 @@ class Resumable:
             for _number in range(self.stops):
                 os.kill(os.getpid(), signal.SIGTERM)
         assert threading.current_thread() is threading.main_thread()
+
+
+class Configured:
+    """Least squares with the optimizer of job.toml.
+
+    Args:
+        scheduler: see `make_scheduler`.
+    """
+
+    def __init__(self, scheduler: str = "") -> None:
+        self._task = Resumable(scheduler=scheduler)
+
+    def model(self) -> nn.Module:
+        return self._task.model()
+
+    def train_data(self) -> Samples:
+        return self._task.train_data()
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return self._task.loss(model, batch)
+
+    def scheduler(self, optimizer: Optimizer, num_steps: int) -> LRScheduler | None:
+        return self._task.scheduler(optimizer, 9)

@@ -14,6 +14,7 @@ import safetensors.numpy
 from elastictrain.checkpoint.format import TensorSpec, digest, layout, snapshot_name
 from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
 from elastictrain.checkpoint.memory_tier import MemoryTier
+from elastictrain.cli.checkpoints_commands import _size
 from tests.process.snapshot_payload import RUN_ID, arrays, store_of, trainer, write
 
 
@@ -46,6 +47,28 @@ def state_dir(tmp_path):
             store_of(folder).put(source)
     tier.close()
     return folder
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "shown"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (12_900, "12.6 KiB"),
+        (400 << 20, "400.0 MiB"),
+        (3 << 30, "3.0 GiB"),
+        (5000 << 40, "5,000.0 TiB"),
+    ],
+)
+def test_sizes_are_in_a_unit_that_shows_them(size_bytes, shown):
+    assert _size(size_bytes) == shown
+
+
+def test_the_list_shows_the_size_of_a_small_snapshot(state_dir):
+    size_bytes = as_json("show", "--state-dir", state_dir)["sizes"]["total"]
+    first, *_ = command("list", "--state-dir", state_dir).stdout.splitlines()
+    assert f"{size_bytes / 1024:.1f} KiB" in first
 
 
 def test_list_and_show(state_dir):

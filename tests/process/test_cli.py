@@ -73,6 +73,56 @@ def test_a_config_that_is_wrong_is_explained_with_its_line(tmp_path: Path) -> No
     assert not (tmp_path / "checkpoints").exists(), "nothing is written before the job is valid"
 
 
+NEVER_RUN = """
+import sys
+print("a module may print")
+class MyTask:
+    def __init__(self, width: int = 1):
+        raise RuntimeError("nothing of it is run")
+    def model(self): ...
+    def train_data(self): ...
+    def loss(self, model, batch): ...
+"""
+
+
+def test_a_check_imports_the_task_and_runs_nothing_of_it(tmp_path: Path) -> None:
+    write_job(tmp_path, "mytask:MyTask", params={"width": 3})
+    (tmp_path / "mytask.py").write_text(NEVER_RUN)
+    checked = run_cli("config", "check", tmp_path)
+    assert (checked.code, checked.stdout, checked.stderr) == (0, f"{tmp_path / 'job.toml'}: ok\n", "")
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        (None, ["there is no module 'mytask'"]),
+        ("import nosuchpackage", ["importing it failed", "Install 'nosuchpackage'"]),
+        ("def f(:\n    pass", ["raised SyntaxError", "mytask.py", "line 1", "^"]),
+        ("x = 1 / 0", ["importing mytask raised ZeroDivisionError", "mytask.py", "line 1"]),
+        ("import sys; print('why', file=sys.stderr); sys.exit(3)", ["ended the process with exit code 3", "why"]),
+        ("import os; os.abort()", ["ended the process with exit code -6"]),
+        (NEVER_RUN.replace("MyTask", "Other"), ["has no class 'MyTask'", "It has: Other"]),
+        (
+            NEVER_RUN.replace("def loss(self, model, batch)", "def loss(self, batch)"),
+            ["MyTask.loss(self, batch)", "cannot"],
+        ),
+        (NEVER_RUN.replace("def model(self)", "def network(self)"), ["MyTask has no method model(self)"]),
+        (NEVER_RUN.replace("width", "height"), ["[params] do not fit MyTask(height: int = 1)", "'width'"]),
+    ],
+)
+def test_a_task_that_cannot_be_imported_is_found_by_check(tmp_path: Path, task: str | None, says: list[str]) -> None:
+    path = write_job(tmp_path, "mytask:MyTask", params={"width": 3})
+    if task is not None:
+        (tmp_path / "mytask.py").write_text(task)
+    refused = run_cli("config", "check", tmp_path)
+    assert refused.code == 78
+    assert refused.stdout == ""
+    for text in [str(path), *says]:
+        assert text in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert "elastictrain/training" not in refused.stderr, "our own frames tell the user nothing"
+
+
 def test_what_show_shows_is_a_job_again(tmp_path: Path) -> None:
     for flags in ([], ["--changed"]):
         shown = run_cli("config", "show", "stdlib-lm", "--set", "train.max_steps=7", *flags)

@@ -31,22 +31,6 @@ def opened(path: Path, **limits: int) -> Iterator[Journal]:
         journal.close()
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of half a megabyte."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=512k", "elastictrain-test", str(folder)], check=False, capture_output=True
-    )
-    if mount.returncode != 0:
-        pytest.skip("needs the right to mount a file system")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
 def fill(folder: Path) -> Path:
     """Leaves no byte free."""
     filler = folder / "filler"

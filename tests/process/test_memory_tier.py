@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from elastictrain.checkpoint.catalog import newest_first, open_candidate
-from elastictrain.checkpoint.memory_snapshot import OpenSnapshot, verify_memory
+from elastictrain.checkpoint.memory_snapshot import Mappings, OpenSnapshot, verify_memory
 from elastictrain.checkpoint.memory_tier import Declined, MemoryTier
 from elastictrain.errors import BusyError, MemoryTierError, SnapshotDamagedError, StateDirError, UnsafePathError
 from tests.process.snapshot_payload import assert_holds, layouts, tier_of, write
@@ -263,3 +263,32 @@ def test_staging_needs_no_tmpfs(tmp_path):
     assert [s.global_step for s in tier.snapshots()] == [1]
     assert tier.clean()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_keeps_the_mappings_of_files_that_stay_and_sees_what_is_in_them(tier):
+    mappings = Mappings()
+
+    def read(snapshot, file: str) -> tuple[memoryview, bytes]:
+        with OpenSnapshot(snapshot.path, snapshot.name, mappings) as opened:
+            view = opened.map_file(file)
+            return view, bytes(view)
+
+    write(tier, 1)
+    second = write(tier, 2)
+    model, _ = read(second, "model.safetensors")
+    trainer, _ = read(second, "trainer.json")
+    write(tier, 3)
+    fourth = write(tier, 4)
+    assert fourth.path == second.path
+    again, content = read(fourth, "model.safetensors")
+    assert again is model
+    assert content == (fourth.path / "model.safetensors").read_bytes()
+    again, content = read(fourth, "trainer.json")  # replaced by another file
+    assert again is not trainer
+    assert content == (fourth.path / "trainer.json").read_bytes()
+    write(tier, 5)
+    larger = write(tier, 6, size=2000)
+    assert larger.path == second.path
+    again, content = read(larger, "model.safetensors")
+    assert again is not model
+    assert content == (larger.path / "model.safetensors").read_bytes()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastictrain.checkpoint.format import TRAINER_FILE, read_layout
+from elastictrain.checkpoint.memory_tier import MemoryTier, SlotWriter
+from elastictrain.checkpoint.store import Store, open_store
 from elastictrain.cli.lineage import find_source
 from elastictrain.cli.state_dir import StartOptions
 from elastictrain.core.order import sample_list
-from elastictrain.errors import MissingInputError, SnapshotError, StateDirError
+from elastictrain.errors import MissingInputError, SnapshotDamagedError, SnapshotError, StateDirError
 from elastictrain.protocol import IDENTITY_FILE, JobIdentity
 from tests.process.helpers import Trained, train
 from tests.process.resume_helpers import go, kept, memory_of, nothing_left, samples, steps_in, store_of
@@ -139,6 +143,84 @@ def test_averages_that_are_switched_on_later_begin_with_the_weights(tmp_path: Pa
     assert "ema.safetensors" in kept(tmp_path)
 
 
+# ---- hyper-parameters
+
+
+CONFIGURED = "tests.process.resume_tasks:Configured"
+ALLOWED = StartOptions(allowed_differences=("hyperparameters",))
+
+
+def told(run: Trained) -> dict[str, tuple[str, str, str]]:
+    """(the snapshot's, the job's, which holds) by key."""
+    events = run.events("hyperparameter_differs")
+    assert all(event["level"] == "warning" for event in events)
+    return {event["key"]: (event["snapshot"], event["job"], event["holds"]) for event in events}
+
+
+def rates(run: Trained) -> list[float]:
+    return [line["lr"] for line in run.metrics()]
+
+
+def test_the_snapshots_hyperparameters_hold_and_a_change_is_told_at_every_start(tmp_path: Path) -> None:
+    whole = go(tmp_path / "whole", task=CONFIGURED, overrides=["optimizer.lr=0.01"])
+    cut = tmp_path / "cut"
+    go(cut, task=CONFIGURED, overrides=["optimizer.lr=0.01", "train.max_steps=3"])
+    changed = ["optimizer.lr=0.02", "optimizer.weight_decay=0.5", "optimizer.betas=[0.8, 0.999]"]
+    for stop in (6, 9):
+        run = go(cut, task=CONFIGURED, overrides=[*changed, f"train.max_steps={stop}"])
+        assert told(run) == {
+            "optimizer.lr": ("0.01", "0.02", "snapshot"),
+            "optimizer.weight_decay": ("0.01", "0.5", "snapshot"),
+            "optimizer.betas": ("[0.9, 0.999]", "[0.8, 0.999]", "snapshot"),
+        }
+        assert "--allow hyperparameters" in run.events("hyperparameter_differs")[0]["hint"]
+    assert run.losses == whole.losses
+    assert kept(cut) == kept(tmp_path / "whole")
+    back = go(cut, task=CONFIGURED, overrides=["optimizer.lr=0.01", "train.max_steps=10"])
+    assert told(back) == {}
+
+
+def test_the_jobs_hyperparameters_hold_where_that_is_allowed(tmp_path: Path) -> None:
+    go(tmp_path, task=CONFIGURED, overrides=["optimizer.lr=0.01", "train.max_steps=3"])
+    changed = ["optimizer.lr=0.02", "optimizer.weight_decay=0.5"]
+    run = go(tmp_path, task=CONFIGURED, overrides=[*changed, "train.max_steps=6"], options=ALLOWED)
+    assert told(run) == {
+        "optimizer.lr": ("0.01", "0.02", "job"),
+        "optimizer.weight_decay": ("0.01", "0.5", "job"),
+    }
+    assert rates(run) == [0.01] * 3 + [0.02] * 3
+    (group,) = kept(tmp_path)["state"]["optimizer"]["param_groups"]
+    assert (group["lr"], group["weight_decay"]) == (0.02, 0.5)
+    again = go(tmp_path, task=CONFIGURED, overrides=changed)
+    assert told(again) == {}, "the snapshot is of a run that was built like this one by now"
+    assert rates(again)[6:] == [0.02] * 3
+
+
+@pytest.mark.parametrize("scheduler", ["step", "multistep", "cosine", "lambda", "sequential"])
+def test_an_allowed_learning_rate_goes_on_where_the_schedule_stands(tmp_path: Path, scheduler: str) -> None:
+    task: dict[str, Any] = {"task": CONFIGURED, "params": {"scheduler": scheduler}}
+    whole = go(tmp_path / "whole", overrides=["optimizer.lr=0.02"], **task)
+    go(tmp_path, overrides=["optimizer.lr=0.01", "train.max_steps=4"], **task)
+    run = go(tmp_path, overrides=["optimizer.lr=0.02"], options=ALLOWED, **task)
+    assert told(run) == {"optimizer.lr": ("0.01", "0.02", "job")}
+    assert rates(run)[4:] == pytest.approx(rates(whole)[4:], rel=1e-6)
+    assert rates(run)[:4] == pytest.approx([rate / 2 for rate in rates(whole)[:4]], rel=1e-6)
+
+
+def test_a_changed_loss_scaling_is_told(tmp_path: Path) -> None:
+    section = {"precision": "fp16"}
+    first = ["scaler.growth_interval=100", "scaler.init_scale=1024"]
+    go(tmp_path, train_section={**section, "max_steps": 3}, overrides=first)
+    changed = ["scaler.growth_interval=1", "scaler.init_scale=128"]
+    run = go(tmp_path, train_section={**section, "max_steps": 5}, overrides=changed)
+    keys = ("scaler.init_scale", "scaler.growth_interval")
+    assert told(run) == {keys[0]: ("1024.0", "128.0", "snapshot"), keys[1]: ("100", "1", "snapshot")}
+    assert {line["loss_scale"] for line in run.metrics()} == {1024.0}
+    run = go(tmp_path, train_section={**section, "max_steps": 7}, overrides=changed, options=ALLOWED)
+    assert told(run) == {keys[0]: ("1024.0", "128.0", "job"), keys[1]: ("100", "1", "job")}
+    assert [line["loss_scale"] for line in run.metrics()][5:] == [128.0, 256.0]
+
+
 # ---- where it begins
 
 
@@ -226,6 +308,58 @@ def test_another_run_continued(tmp_path: Path) -> None:
     assert nothing_left(child)
     again = go(child)
     assert again.counters["global_step"] == 9, "the source is gone, and not needed"
+
+
+def move_to_memory(store: Store, tier: MemoryTier, step: int) -> None:
+    """As if it had never become durable: the rank and its persister were killed together."""
+    name = next(s.name for s in store.snapshots() if s.global_step == step)
+    manifest, trainer = store.read_manifest(name), json.loads(store.read_file(name, TRAINER_FILE))
+    contents = {file: store.read_file(name, file) for file in manifest.files if file != TRAINER_FILE}
+    writer = tier.begin({file: read_layout(content) for file, content in contents.items()})
+    assert isinstance(writer, SlotWriter)
+    for file, content in contents.items():
+        writer.buffers[file][:] = content
+    moved = writer.commit(
+        job=manifest.job,
+        run_id=manifest.run_id,
+        global_step=manifest.global_step,
+        versions=manifest.versions,
+        trainer=trainer,
+    )
+    assert moved.manifest.files == manifest.files
+    store.delete(name)
+
+
+def test_a_state_directory_as_source_has_a_memory_tier_and_a_store_elsewhere(tmp_path: Path) -> None:
+    """What a killed parent left in memory alone is newer than its store, and is taken; damaged, it is passed over."""
+    parent, store = tmp_path / "parent", open_store(tmp_path / "elsewhere")
+    elsewhere = {"checkpoint": {"url": str(tmp_path / "elsewhere"), "keep_last": 9}}
+    whole = go(tmp_path / "whole")
+    for limit in (3, 4, 5):  # the last step of a start is durable in any case
+        go(parent, overrides=[f"train.max_steps={limit}"], **elsewhere)
+    move_to_memory(store, memory_of(parent), 4)
+    move_to_memory(store, memory_of(parent), 5)
+    before = steps_in(store)
+    assert before[0] == 3
+
+    source = find_source(str(parent / "state"), {})
+    assert source.global_step == 5
+    assert source.url == str(tmp_path / "elsewhere")
+    assert steps_in(store) == [5, *before], "it is durable from now on"
+    assert find_source(f"{parent / 'state'}@3", {}).global_step == 3
+    run = go(tmp_path / "child", options=StartOptions(source=source))
+    assert run.events("restored")[0]["global_step"] == 5
+    assert run.losses == whole.losses[5:]
+
+    store.delete(store.snapshots()[0].name)
+    for snapshot in memory_of(parent).snapshots():
+        (snapshot.path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(SnapshotDamagedError, match=r"model\.safetensors"):
+        find_source(f"{parent / 'state'}@5", {})
+    warnings: list[str] = []
+    assert find_source(str(parent / "state"), {}, warnings.append).global_step == 3
+    assert len(warnings) == 2
+    assert all("model.safetensors" in warning for warning in warnings)
 
 
 def test_a_source_that_is_not_there(tmp_path: Path) -> None:

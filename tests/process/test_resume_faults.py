@@ -7,7 +7,6 @@ import random
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -434,21 +433,10 @@ def test_nothing_runs_on_after_a_completed_job(tmp_path: Path) -> None:
 # ---- no room
 
 
-@pytest.fixture
-def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "small"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", place]
-    if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("a tmpfs cannot be mounted here")
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
-
-
-def test_a_store_without_room_costs_nothing_but_time(tmp_path: Path, small_tmpfs: Path) -> None:
+def test_a_store_without_room_costs_nothing_but_time(tmp_path: Path, small_disk: Path) -> None:
     """Training goes on, with warnings; once there is room, the snapshot becomes durable."""
     whole = go(tmp_path / "whole")
-    filler = small_tmpfs / "filler"
+    filler = small_disk / "filler"
     filler.write_bytes(b"x" * ((2 << 20) - 8192))
 
     def make_room(ranks: list[Any]) -> None:
@@ -458,21 +446,21 @@ def test_a_store_without_room_costs_nothing_but_time(tmp_path: Path, small_tmpfs
         filler.unlink()
 
     job = tmp_path / "job"
-    run = go(job, checkpoint={"url": str(small_tmpfs / "store")}, while_running=make_room)
+    run = go(job, checkpoint={"url": str(small_disk / "store")}, while_running=make_room)
     assert run.events("persister_retrying")[0]["level"] == "warning"
     assert "No space left" in run.events("persister_retrying")[0]["error"]
     assert trace(run) == trace(whole)
-    assert kept(job, open_store(small_tmpfs / "store")) == kept(tmp_path / "whole")
+    assert kept(job, open_store(small_disk / "store")) == kept(tmp_path / "whole")
     assert nothing_left(job)
 
 
 @pytest.mark.parametrize("why", ["tmpfs", "budget"])
 def test_a_memory_tier_without_room_is_replaced_by_the_state_directory(
-    tmp_path: Path, small_tmpfs: Path, why: str
+    tmp_path: Path, small_disk: Path, why: str
 ) -> None:
     """A model of 800 kB with its moments does not fit twice."""
     options: dict[str, Any] = {"params": {"model": "wide", "hidden": 70_000}, "train_section": {"max_steps": 3}}
-    place = {"memory_path": str(small_tmpfs)} if why == "tmpfs" else {"memory_budget_mb": 1}
+    place = {"memory_path": str(small_disk)} if why == "tmpfs" else {"memory_budget_mb": 1}
     run = go(tmp_path, **options, checkpoint=place)
     event = run.events("memory_tier_given_up")
     assert len(event) == 1, "said once"
@@ -485,6 +473,31 @@ def test_a_memory_tier_without_room_is_replaced_by_the_state_directory(
     assert staged[0].global_step >= 4
     run = go(tmp_path, **options, checkpoint=place, overrides=["train.max_steps=9"])
     assert run.events("restored")[0]["global_step"] >= staged[0].global_step
+
+
+def test_a_complete_training_whose_last_step_cannot_be_kept_is_an_error(tmp_path: Path, small_disk: Path) -> None:
+    """Exit code 74; with room, it goes on from what was kept before, and ends where it would have ended."""
+    job = small_disk / "job"
+    options: dict[str, Any] = {
+        "params": {"model": "wide", "hidden": 8_000},  # half a megabyte with its moments
+        "checkpoint": {"memory_tier": False, "url": str(tmp_path / "store")},
+    }
+    whole = go(tmp_path / "whole", params=options["params"], train_section={"max_steps": 4})
+    go(job, overrides=["train.max_steps=2"], **options)
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(shutil.disk_usage(small_disk).free - 400_000))
+    failed = go(job, overrides=["train.max_steps=4"], expect_success=False, **options)
+    assert failed.codes == [74]
+    assert "the state of its last step, 4, could not be kept" in failed.errors[0].what
+    assert "Make room" in failed.errors[0].hint
+    assert "has no room for a snapshot" in failed.events("snapshot_failed")[0]["error"]
+    store = open_store(tmp_path / "store")
+    assert steps_in(store)[0] == 2
+    filler.unlink()
+    run = go(job, overrides=["train.max_steps=4"], **options)
+    assert run.events("restored")[0]["global_step"] == 2
+    assert trace(run) == trace(whole)
+    assert kept(job, store) == kept(tmp_path / "whole")
 
 
 def test_without_a_memory_tier(tmp_path: Path, undisturbed: tuple[Trained, Path]) -> None:

@@ -221,17 +221,6 @@ def test_without_reading_back_a_cut_is_still_found_by_size(tier):
     assert store.snapshots() == []
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    place = tmp_path / "small"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place]
-    if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("a tmpfs cannot be mounted here")
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
-
-
 def test_a_full_disk_is_an_error_that_leaves_nothing_and_passes(tier, tmp_path, small_disk):
     store = open_store(small_disk / "snapshots")
     put(store, tier, 1)

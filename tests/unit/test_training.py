@@ -21,11 +21,12 @@ from elastictrain.protocol import StopBoard
 from elastictrain.training.data import FetchFailed, SeededReader, batches, to_device
 from elastictrain.training.device import Place
 from elastictrain.training.ema import Ema
-from elastictrain.training.inspection import counted_elements, schedule_horizons
+from elastictrain.training.inspection import counted_elements
 from elastictrain.training.losses import split_loss
 from elastictrain.training.metrics import json_line
 from elastictrain.training.precision import Precision
 from elastictrain.training.randomness import Generators
+from elastictrain.training.schedules import schedule_horizons
 from elastictrain.training.session import Session
 from elastictrain.training.update import Updater, make_optimizer
 
