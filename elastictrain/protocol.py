@@ -47,6 +47,11 @@ EXITS_FILE = "exits.json"
 INCIDENTS_DIR = "incidents"
 JOURNAL_FILE = "journal.db"
 
+SERVICE_STATE = Path("/var/lib/elastictrain")
+"""Where the machine's services keep their state directories, each named like its unit: StateDirectory= there."""
+SERVICE_RUNTIME = Path("/run/elastictrain")
+"""The same for their sockets: RuntimeDirectory=."""
+
 ENV_RUN_DIR = "ELASTICTRAIN_RUN_DIR"
 """Path of the incarnation folder; the agent sets it for every worker."""
 
