@@ -76,7 +76,8 @@ class Supervisor:
         state_dir: of the job.
         sink: keeps events.
         show: gets every line of the ranks, and what the supervisor has to say.
-        stay_up: after a halt or a drain, wait for `resume` or `stop` rather than end.
+        stay_up: after a halt or a drain, wait for `resume` or `stop` rather than end. A job that was halted before its
+            ranks ever trained ends all the same: its service has failed to start, and somebody waits to hear that.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Supervisor:
         self._said = Said(config)
         self._snapshot_wanted = False
         self._last_incident: int | None = None
+        self._has_trained = False
 
     # ---- from start to end
 
@@ -130,7 +132,8 @@ class Supervisor:
         self.emit("supervisor_started", pid=os.getpid(), version=__version__)
         while self._state not in lifecycle.FINAL:
             if self._state in (State.HALTED, State.DRAINED):
-                if not self._stay_up:
+                never_ready = self._state is State.HALTED and not self._has_trained
+                if not self._stay_up or never_ready:
                     break
                 await self._wait_for_change(None)
             else:
@@ -323,6 +326,7 @@ class Supervisor:
         """The ranks' records were read."""
         reached, now_s = life.reached_step, time.monotonic()
         if life.all_train and self._state in (State.STARTING, State.RECOVERING) and self._restart_reason is None:
+            self._has_trained = True
             self._move(Trigger.RANKS_TRAINED, "all ranks train")
             self.emit("ranks_training", incarnation=self._number, global_step=reached)
         if reached is not None:
@@ -408,6 +412,11 @@ class Supervisor:
     @property
     def state(self) -> State:
         return self._state
+
+    @property
+    def has_trained(self) -> bool:
+        """All ranks of a worker group of this supervisor have done a step."""
+        return self._has_trained
 
     def view(self, now_s: float) -> SupervisorView:
         """The present moment.
