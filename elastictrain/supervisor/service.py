@@ -7,11 +7,11 @@ import contextlib
 from time import monotonic
 
 from elastictrain.core.lifecycle import State
+from elastictrain.core.status import SupervisorView
 from elastictrain.supervisor import notify
 from elastictrain.supervisor.control import Control, ControlSettings
 from elastictrain.supervisor.record import Record
 from elastictrain.supervisor.supervisor import Ending, Supervisor
-from elastictrain.supervisor.view import SupervisorView
 
 NOTIFY_INTERVAL_S = 1.0
 """How often systemd hears how it goes, where it does not want to hear more often."""

@@ -19,7 +19,8 @@ from time import monotonic
 
 from elastictrain import __version__
 from elastictrain.core.events import Kind
-from elastictrain.core.status import RankView, State, SupervisorView
+from elastictrain.core.lifecycle import State
+from elastictrain.core.status import RankView, SupervisorView
 from elastictrain.errors import BusyError, ElasticTrainError, IllegalTransitionError
 from elastictrain.protocol import write_atomically
 from elastictrain.supervisor.control import Control, ControlSettings
