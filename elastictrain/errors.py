@@ -123,6 +123,12 @@ class UnsafePathError(ElasticTrainError):
     exit_code = 77  # EX_NOPERM
 
 
+class NoPermissionError(ElasticTrainError):
+    """This user may not look at, or talk to, what was named."""
+
+    exit_code = 77  # EX_NOPERM
+
+
 class SnapshotMismatchError(ElasticTrainError):
     """A snapshot belongs to another run than this one, or holds what cannot be kept."""
 

@@ -11,7 +11,7 @@ has one writer:
     runs/0001/board             the stop board (below)                            rank zero; anyone may ask
     runs/0001/heartbeat-<rank>  what a rank does, see `heartbeat`                 that rank
     runs/0001/output-<n>        a named pipe: all that local rank n prints        that rank; read by the parent
-    runs/0001/rank-<n>.log      what came through it                              parent
+    runs/0001/rank-<n>.log      what came through it, see `supervisor.rank_log`   parent
     runs/0001/stacks-<rank>.txt Python stacks, at SIGUSR1                         that rank
     runs/0001/error-<rank>.json why a rank ended, where we can explain it         that rank, atomically
     runs/0001/exits.json        exit codes of the ranks that failed               agent, atomically
@@ -52,6 +52,11 @@ JOURNAL_FILE = "journal.db"
 COMPILE_CACHE_DIR = "compile-cache"
 IMPORTS_FILE = "imports.json"
 LAUNCHER_LOG = "launcher.log"
+
+SERVICE_STATE = Path("/var/lib/elastictrain")
+"""Where the machine's services keep their state directories, each named like its unit: StateDirectory= there."""
+SERVICE_RUNTIME = Path("/run/elastictrain")
+"""The same for their sockets: RuntimeDirectory=."""
 
 ENV_RUN_DIR = "ELASTICTRAIN_RUN_DIR"
 """Path of the incarnation folder; the agent sets it for every worker."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -145,7 +146,7 @@ def logs(
     tails: dict[Path, _Tail] = {}
     for path in _rank_logs(having[-1], rank) if having else []:
         tails[path] = _Tail(path)
-        for line in _last_lines(tails[path].take(), last):
+        for line in _last_lines(path, tails[path].take(), last):
             _print_line(path, line, alone=rank is not None)
     with contextlib.suppress(KeyboardInterrupt):
         while follow:
@@ -161,22 +162,27 @@ def logs(
 
 
 class _Tail:
-    """Reads a growing file by whole lines."""
+    """Reads a growing file by whole lines, also over the moment when it is put aside and a new one begins."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._inode: int | None = None
         self._offset = 0
         self._rest = b""
 
     def take(self) -> list[str]:
         """The lines that were completed since the last call."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except OSError:
-            return []
-        self._offset += len(data)
+        from elastictrain.supervisor.rank_log import earlier
+
+        data = b""
+        for path in (earlier(self._path), self._path):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if path != self._path and inode != self._inode:
+                    continue
+                file.seek(self._offset if inode == self._inode else 0)
+                data += file.read()
+                self._inode, self._offset = inode, file.tell()
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [line.decode(errors="replace") for line in lines]
 
@@ -188,7 +194,13 @@ def _rank_logs(run: Path, rank: int | None) -> list[Path]:
     return [p for number, p in numbered if rank is None or number == rank]
 
 
-def _last_lines(lines: list[str], last: int) -> list[str]:
+def _last_lines(path: Path, lines: list[str], last: int) -> list[str]:
+    """The newest of a log, of which the newest file has these lines."""
+    from elastictrain.supervisor.rank_log import earlier
+
+    if len(lines) < last:
+        with contextlib.suppress(OSError):
+            lines = [*earlier(path).read_text(errors="replace").splitlines(), *lines]
     return lines[-last:] if last else []
 
 

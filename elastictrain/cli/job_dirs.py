@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastictrain.errors import MissingInputError, UsageError
-from elastictrain.protocol import IDENTITY_FILE, JOURNAL_FILE, RUNS_DIR, SPEC_FILE
+from elastictrain.errors import MissingInputError, NoPermissionError, UsageError
+from elastictrain.protocol import IDENTITY_FILE, JOURNAL_FILE, RUNS_DIR, SERVICE_STATE, SPEC_FILE
 
 DEFAULT_ROOT = Path("checkpoints")
-"""Where state directories are made, each named like its job."""
+"""Where state directories are made, each named like its job; those of services lie elsewhere, see `roots`."""
+_NOT_OURS_HINT = "Join the group elastictrain, or use sudo."
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +37,26 @@ class JobDir:
         return sorted((p for p in folder.iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
 
 
+def roots() -> list[Path]:
+    """Where state directories lie: of runs by hand, of this user's services, of the machine's."""
+    found = [DEFAULT_ROOT]
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        found.append(Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "elastictrain")
+    return [*found, SERVICE_STATE]
+
+
 def find_job_dir(job: str | None, state_dir: Path | None) -> JobDir:
     """The job that the command line names; where it names none, the only one there is.
 
     Args:
-        job: name of a job (its state directory is checkpoints/<name>), or path of a job.toml or its folder, or an
-            example's name.
+        job: name of a job (its state directory is checkpoints/<name>, or that of its service), or path of a job.toml or
+            its folder, or an example's name.
         state_dir: a state directory.
 
     Raises:
         UsageError: nothing, or too much, was named.
         MissingInputError: there is no such job.
+        NoPermissionError: it is not for this user to see.
     """
     if job is None and state_dir is None:
         found = all_job_dirs()
@@ -52,7 +64,7 @@ def find_job_dir(job: str | None, state_dir: Path | None) -> JobDir:
             return found[0]
         if not found:
             raise MissingInputError(
-                f"no job has run here: there is no state directory in {DEFAULT_ROOT}/", "Give JOB or --state-dir DIR."
+                f"no job has run here: there is no state directory in {_places()}", "Give JOB or --state-dir DIR."
             )
         raise UsageError("which job? Give JOB or --state-dir DIR", f"There are: {', '.join(j.name for j in found)}.")
     path = find_state_dir(job, state_dir)
@@ -64,33 +76,85 @@ def find_state_dir(job: str | None, state_dir: Path | None) -> Path:
     if job is not None and state_dir is not None:
         raise UsageError("JOB and --state-dir name the same thing: give one of them")
     if job is not None:
-        state_dir = DEFAULT_ROOT / job
-        if not state_dir.is_dir():
-            from elastictrain.config.find import read_name
-
-            try:
-                state_dir = DEFAULT_ROOT / read_name(job)
-            except MissingInputError as error:
-                raise MissingInputError(
-                    f"there is no job {job}: neither a folder {state_dir}, nor a job.toml, nor an example",
-                    "Use --state-dir DIR for a run that writes elsewhere.",
-                ) from error
+        state_dir = _of_name(job) or _of_file(job)
     assert state_dir is not None
-    if not state_dir.is_dir():
+    if not _is_folder(state_dir):
         raise MissingInputError(
             f"the state directory {state_dir} does not exist",
             "The job has not run here yet; use --state-dir DIR if it writes elsewhere.",
         )
+    if not os.access(state_dir, os.R_OK | os.X_OK):
+        raise NoPermissionError(f"{state_dir} is not for this user to see", _NOT_OURS_HINT)
     return state_dir.absolute()
 
 
+def _of_name(name: str) -> Path | None:
+    """The state directory of that name; of several, the one that has a supervisor."""
+    if not name or Path(name).name != name:
+        return None
+    found = [root / name for root in roots() if _is_folder(root / name)]
+    if len(found) > 1:
+        from elastictrain.supervisor.address import find_address
+
+        having = [path for path in found if os.access(path, os.X_OK) and find_address(path.absolute()) is not None]
+        if len(having) != 1:
+            names = " and ".join(str(path) for path in found)
+            raise UsageError(f"{name} is the name of several jobs: {names}", "Name one of these with --state-dir DIR.")
+        return having[0]
+    return found[0] if found else None
+
+
+def _of_file(job: str) -> Path:
+    """The state directory of a job that is named by its file."""
+    from elastictrain.config.find import read_name
+
+    try:
+        name = read_name(job)
+    except MissingInputError as error:
+        raise MissingInputError(
+            f"there is no job {job}: neither a folder of that name in {_places()}, nor a job.toml, nor an example",
+            "Use --state-dir DIR for a run that writes elsewhere.",
+        ) from error
+    return _of_name(name) or DEFAULT_ROOT / name
+
+
+def _is_folder(path: Path) -> bool:
+    """Also for a path that leads through a folder of somebody else, such as root's home after `sudo -u`."""
+    try:
+        return path.is_dir()
+    except PermissionError:
+        return False
+
+
+def _places() -> str:
+    return " or ".join(f"{root}/" for root in roots() if root == DEFAULT_ROOT or _is_folder(root))
+
+
 def all_job_dirs() -> list[JobDir]:
-    """All jobs under checkpoints/, by name."""
-    if not DEFAULT_ROOT.is_dir():
-        return []
-    signs = (JOURNAL_FILE, IDENTITY_FILE, RUNS_DIR)
-    paths = [p for p in sorted(DEFAULT_ROOT.iterdir()) if p.is_dir() and any((p / sign).exists() for sign in signs)]
-    return [JobDir(path.absolute(), _name_of(path.absolute())) for path in paths]
+    """All jobs that this user may see: those under checkpoints/, by name, then those of services."""
+    return [
+        JobDir(path.absolute(), _name_of(path.absolute())) for path in _listed() if os.access(path, os.R_OK | os.X_OK)
+    ]
+
+
+def hidden_job_dirs() -> list[Path]:
+    """State directories that are not for this user to see."""
+    return [path for path in _listed() if not os.access(path, os.R_OK | os.X_OK)]
+
+
+def _listed() -> list[Path]:
+    found: list[Path] = []
+    for root in roots():
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            found += [path for path in sorted(root.iterdir()) if path.is_dir() and _looks_like_state(path)]
+    return found
+
+
+def _looks_like_state(path: Path) -> bool:
+    try:
+        return any((path / sign).exists() for sign in (JOURNAL_FILE, IDENTITY_FILE, RUNS_DIR))
+    except PermissionError:
+        return True  # nothing else is kept there behind a closed door
 
 
 def _name_of(path: Path) -> str:

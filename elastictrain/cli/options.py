@@ -36,7 +36,10 @@ SetOption = Annotated[
 
 JobDirArgument = Annotated[
     str | None,
-    typer.Argument(metavar="[JOB]", help="The job: its name (under checkpoints/), its job.toml, or the folder of one."),
+    typer.Argument(
+        metavar="[JOB]",
+        help="The job: its name, as a folder in checkpoints/ or as a service; its job.toml; or the folder of one.",
+    ),
 ]
 StateDirOption = Annotated[
     Path | None, typer.Option("--state-dir", metavar="DIR", help="The job's state directory, instead of JOB.")

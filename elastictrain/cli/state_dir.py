@@ -31,6 +31,7 @@ from elastictrain.protocol import (
     StopBoard,
 )
 from elastictrain.supervisor.incarnation import Incarnation
+from elastictrain.supervisor.pruning import prune
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,8 @@ class StateDir:
             begins_run=not self._has_started(identity.run_id),
             mean_time_between_failures_s=self._mean_time_between_failures_s(),
         ).write(run_dir)
+        kept = job.config.supervisor
+        prune(self.path, keep_incarnations=kept.keep_incarnations, keep_incidents=kept.keep_incidents)
         return Incarnation(run_dir, number, job.config.elastic.nproc_per_node)
 
     def _has_started(self, run_id: str) -> bool:

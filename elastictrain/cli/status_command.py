@@ -18,7 +18,7 @@ def status(
     ] = 1.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a job is doing, and why; all jobs under checkpoints/ where none is named.
+    """Show what a job is doing, and why; where none is named, of all jobs: those under checkpoints/, and services.
 
     It reads the journal where no supervisor runs, and says so. Exit code, where a job is named:
     0 running, 3 not running or stopped, 4 recovering, 5 completed, 6 drained, 79 halted.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,11 +64,14 @@ def show_status(request: StatusRequest) -> int:
     Raises:
         ElasticTrainError: there is no such job.
     """
-    from elastictrain.cli.job_dirs import all_job_dirs, find_job_dir
+    from elastictrain.cli.job_dirs import all_job_dirs, find_job_dir, hidden_job_dirs
     from elastictrain.core.status import EXIT_CODES
 
     one = request.job is not None or request.state_dir is not None
     jobs = [find_job_dir(request.job, request.state_dir)] if one else all_job_dirs()
+    if not one:
+        for path in hidden_job_dirs():
+            print(f"{path} is not for this user to see: join its group, or use sudo", file=sys.stderr)
     documents: list[dict[str, Any]] = []
     with contextlib.suppress(KeyboardInterrupt):
         if request.watch:
@@ -98,7 +102,9 @@ def _print(documents: list[dict[str, Any]], *, as_json: bool, one: bool) -> None
     elif documents:
         console.print(render_list(documents))
     else:
-        console.print("No job has run here: there is no state directory in checkpoints/.")
+        console.print(
+            "No job has run here: there is no state directory in checkpoints/, nor is there one of a service."
+        )
 
 
 def _watch(jobs: list[JobDir], last: list[dict[str, Any]], *, as_json: bool, one: bool, interval_s: float) -> None:

@@ -39,9 +39,12 @@ def render_list(documents: list[dict[str, Any]]) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("job", "state", "step", "rate", "ETA", "restarts", "goodput", "why"):
         table.add_column(name, overflow="fold" if name == "why" else "ellipsis")
+    names = [s["job"] for s in documents]
     for s in documents:
+        # A job that was tried by hand and then made a service has two state directories.
+        where = f" ({s['state_dir']})" if names.count(s["job"]) > 1 else ""
         table.add_row(
-            Text(s["job"]),
+            Text(s["job"] + where),
             _state(s),
             _step(s),
             _rate(s["steps_per_s"], "steps/s"),

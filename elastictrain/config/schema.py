@@ -281,6 +281,11 @@ class SupervisorConfig(Section):
     """Pause before the second restart without progress; it doubles with each."""
     max_backoff_s: PositiveFloat = 120.0
     """The longest such pause."""
+    keep_incarnations: Annotated[int, Field(ge=2)] = 20
+    """How many of the newest worker groups to keep the folder of, with what their ranks printed; and those of all
+    incidents that are kept."""
+    keep_incidents: PositiveInt = 20
+    """How many of the newest incidents to keep the evidence of."""
     control_group: str | None = None
     """Members of this group may use the control socket too. Default: the supervisor's own group."""
     metrics_port: Annotated[int, Field(ge=0, lt=65536)] | None = None

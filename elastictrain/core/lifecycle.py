@@ -14,6 +14,10 @@ from elastictrain.errors import IllegalTransitionError
 class State(StrEnum):
     """The values are what `status` shows and the journal keeps."""
 
+    NOT_RUNNING = "not_running"
+    """No supervisor runs, and nobody meant that: killed, or the machine was switched off, or never started. What others
+    see; no state of a supervisor, and so not in the table."""
+
     STARTING = "starting"
     """The first worker group is on its way to its first step."""
     TRAINING = "training"

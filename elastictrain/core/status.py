@@ -6,10 +6,10 @@ Keys are added, not renamed or removed, within one `schema_version`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
+
+from elastictrain.core.lifecycle import State
 
 SCHEMA_VERSION = 1
 _DESCRIBED: dict[str, Any] = {"use_attribute_docstrings": True}
@@ -17,27 +17,6 @@ _DESCRIBED: dict[str, Any] = {"use_attribute_docstrings": True}
 
 Number = float | Literal["NaN", "Infinity", "-Infinity"]
 """JSON knows no others than finite numbers."""
-
-
-class State(StrEnum):
-    """What a job is doing."""
-
-    NOT_RUNNING = "not_running"
-    """No supervisor runs, and nobody meant that: killed, or the machine was switched off, or never started."""
-    STARTING = "starting"
-    """A first worker group is being started."""
-    TRAINING = "training"
-    RECOVERING = "recovering"
-    """A worker group failed, or stands still; the next one is on its way."""
-    STOPPING = "stopping"
-    STOPPED = "stopped"
-    """Stopped on request."""
-    DRAINING = "draining"
-    DRAINED = "drained"
-    """State is kept, this node has left and stays down until `resume`."""
-    HALTED = "halted"
-    """Given up: going on would lead nowhere. State is kept; `resume` tries again."""
-    COMPLETED = "completed"
 
 
 ACTIVE: frozenset[str] = frozenset({State.STARTING, State.TRAINING, State.RECOVERING, State.STOPPING, State.DRAINING})
@@ -91,37 +70,21 @@ class RankView:
     """Memory it has allocated on the device."""
 
 
-class RankFacts(Protocol):
-    """What a supervisor knows of a rank. Attributes that `RankView` has besides are taken where they are there."""
-
-    @property
-    def rank(self) -> int: ...
-
-
-class SupervisorFacts(Protocol):
-    """What a living supervisor knows beyond its journal."""
-
-    @property
-    def state(self) -> str: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def global_step(self) -> int | None: ...
-    @property
-    def max_steps(self) -> int | None: ...
-    @property
-    def incarnation(self) -> int | None: ...
-    @property
-    def world_size(self) -> int | None: ...
-    @property
-    def ranks(self) -> Sequence[RankFacts]: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorView:
-    """The plainest `SupervisorFacts`."""
+    """What a living supervisor knows beyond its journal. What is None is known from there, or not at all.
 
-    state: str
+    Args:
+        state: what it is doing.
+        reason: why, in words.
+        global_step: the furthest of the present worker group.
+        max_steps: of the whole run.
+        incarnation: number of the present, or last, worker group.
+        world_size: ranks of the job.
+        ranks: those of this node.
+    """
+
+    state: State
     reason: str = ""
     global_step: int | None = None
     max_steps: int | None = None

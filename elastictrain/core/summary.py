@@ -15,25 +15,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, cast
 
 from elastictrain.core.events import Event, Kind, Moment
+from elastictrain.core.lifecycle import State
 from elastictrain.core.status import (
     ACTIVE,
     Daemon,
     Evaluated,
     JournalHealth,
     Number,
-    RankFacts,
-    RankView,
     Restart,
     SnapshotAge,
     Snapshots,
-    State,
     Status,
-    SupervisorFacts,
+    SupervisorView,
 )
 
 MAX_RESTARTS = 100
@@ -192,7 +190,7 @@ def describe(
     job: str,
     state_dir: str,
     now: Moment,
-    view: SupervisorFacts | None = None,
+    view: SupervisorView | None = None,
     daemon_running: bool = False,
     socket: str | None = None,
     journal: JournalHealth | None = None,
@@ -212,7 +210,7 @@ def describe(
     is_dead = not daemon_running and view is None
     if history.last is not None:
         history = _spend(history, now.since(history.last), unattended=is_dead and history.state in ACTIVE)
-    state: str = history.state
+    state = history.state
     reason = history.reason
     if is_dead and history.state in ACTIVE:
         state, reason = State.NOT_RUNNING, f"the supervisor is gone; its last word was {history.state}: {reason}"
@@ -226,7 +224,7 @@ def describe(
     return Status(
         job=job,
         state_dir=state_dir,
-        state=str(state),
+        state=state.value,
         reason=reason,
         daemon_running=not is_dead,
         daemon=Daemon(pid=history.pid, version=history.version, answers=view is not None, socket=socket),
@@ -240,7 +238,7 @@ def describe(
         evaluation=history.evaluation,
         incarnation=_or(view.incarnation if view is not None else None, history.incarnation),
         world_size=_or(view.world_size if view is not None else None, history.world_size),
-        ranks=[_rank(rank) for rank in view.ranks] if view is not None else [],
+        ranks=list(view.ranks) if view is not None else [],
         snapshots=Snapshots(memory=_age(history.in_memory, now), durable=_age(history.durable, now)),
         num_restarts=history.num_restarts + len(open_restart),
         restarts=list(restarts),
@@ -433,17 +431,12 @@ def _orderly(history: History) -> History:
 # ---- values
 
 
-def _eta_s(state: str, step: int | None, max_steps: int | None, steps_per_s: Number | None) -> float | None:
-    if state != State.TRAINING or step is None or max_steps is None:
+def _eta_s(state: State, step: int | None, max_steps: int | None, steps_per_s: Number | None) -> float | None:
+    if state is not State.TRAINING or step is None or max_steps is None:
         return None
     if not isinstance(steps_per_s, float) or steps_per_s <= 0:
         return None
     return max(0, max_steps - step) / steps_per_s
-
-
-def _rank(facts: RankFacts) -> RankView:
-    known = {f.name: getattr(facts, f.name) for f in fields(RankView) if hasattr(facts, f.name)}
-    return RankView(**known)
 
 
 def _age(snapshot: tuple[int, Moment] | None, now: Moment) -> SnapshotAge | None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastictrain.errors import BusyError, ConfigError, StateDirError, UnsafePathError
-from elastictrain.protocol import write_json
+from elastictrain.protocol import SERVICE_RUNTIME, SERVICE_STATE, write_json
 
 SOCKET_FILE = "control.sock"
 ADDRESS_FILE = "control.json"
@@ -52,8 +52,22 @@ def find_address(state_dir: Path) -> Address | None:
         fields = json.loads((state_dir / ADDRESS_FILE).read_text())
         path, pid = Path(fields["socket"]), fields["pid"]
     except (OSError, ValueError, KeyError, TypeError):
-        path, pid = state_dir / SOCKET_FILE, None
-    return Address(path, pid if isinstance(pid, int) else None) if path.exists() else None
+        path, pid = _usual_place(state_dir), None
+    try:
+        is_there = path.exists()
+    except OSError:
+        is_there = True  # in a folder that is not for us: who asks will be told
+    return Address(path, pid if isinstance(pid, int) else None) if is_there else None
+
+
+def _usual_place(state_dir: Path) -> Path:
+    """Where the socket most likely is, if its record could not be written or cannot be read."""
+    of_service = SERVICE_RUNTIME / state_dir.name / SOCKET_FILE
+    is_there = False
+    if state_dir.parent == SERVICE_STATE:
+        with contextlib.suppress(OSError):
+            is_there = of_service.exists()
+    return of_service if is_there else state_dir / SOCKET_FILE
 
 
 def choose_folders(state_dir: Path, job: str, environment: Mapping[str, str]) -> list[Path]:

@@ -22,7 +22,7 @@ from typing import Any
 from aiohttp import web
 
 from elastictrain.core.events import Event
-from elastictrain.core.status import Status, SupervisorFacts
+from elastictrain.core.status import Status, SupervisorView
 from elastictrain.errors import (
     BusyError,
     ConfigError,
@@ -75,7 +75,7 @@ class Control:
     def __init__(
         self,
         commands: Commands,
-        view: Callable[[], SupervisorFacts],
+        view: Callable[[], SupervisorView],
         record: Record,
         settings: ControlSettings | None = None,
         environment: Mapping[str, str] = os.environ,

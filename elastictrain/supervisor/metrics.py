@@ -9,7 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from elastictrain.core.status import Number, State, Status
+from elastictrain.core.lifecycle import State
+from elastictrain.core.status import Number, Status
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from elastictrain.protocol import output_pipe, rank_log
+from elastictrain.supervisor.rank_log import RankLog
 
 READ_BYTES = 1 << 16
 LONGEST_LINE_BYTES = 1 << 20
@@ -64,11 +64,10 @@ class RankOutput:
 
     def __init__(self, run_dir: Path, local_rank: int, on_line: Callable[[Line], None]) -> None:
         self._pipe = output_pipe(run_dir, local_rank)
-        self._log_path = rank_log(run_dir, local_rank)
         self._on_line = on_line
         self._rest = b""
         self._fd: int | None = None
-        self._log: BinaryIO | None = None
+        self._log = RankLog(rank_log(run_dir, local_rank))
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
 
     def open(self) -> None:
@@ -76,8 +75,6 @@ class RankOutput:
         os.mkfifo(self._pipe, 0o600)
         # Opened for writing as well: so the pipe has no end as long as we want to read.
         self._fd = os.open(self._pipe, os.O_RDWR | os.O_NONBLOCK)
-        with contextlib.suppress(OSError):
-            self._log = self._log_path.open("ab", buffering=0)
         asyncio.get_running_loop().add_reader(self._fd, self._read)
 
     def _read(self) -> bool:
@@ -87,12 +84,7 @@ class RankOutput:
             data = os.read(self._fd, READ_BYTES)
         except BlockingIOError:
             return False
-        if self._log is not None:
-            try:
-                self._log.write(data)
-            except OSError:
-                self._log.close()
-                self._log = None
+        self._log.write(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > LONGEST_LINE_BYTES:
             lines.append(self._rest)
@@ -119,6 +111,4 @@ class RankOutput:
         os.close(self._fd)
         self._fd = None
         self._pipe.unlink(missing_ok=True)
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        self._log.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from elastictrain.core.events import Event, Moment
-from elastictrain.core.status import JournalHealth, Status, SupervisorFacts
+from elastictrain.core.status import JournalHealth, Status, SupervisorView
 from elastictrain.core.summary import History, advance, describe, fold
 from elastictrain.errors import StorageError
 from elastictrain.protocol import JOURNAL_FILE
@@ -42,7 +42,7 @@ class Record:
         with self._lock:
             self.history = advance(self.history, self.journal.append(kind, fields))
 
-    def status(self, view: SupervisorFacts | None, *, socket: str | None = None) -> Status:
+    def status(self, view: SupervisorView | None, *, socket: str | None = None) -> Status:
         """The status document, with what the living supervisor knows."""
         return describe(
             self.history,

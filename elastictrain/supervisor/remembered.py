@@ -1,4 +1,4 @@
-"""What the supervisor remembers of the ranks: what they have said, how far they have got, how much time was lost."""
+"""What the supervisor remembers of what the ranks have said, and how it shows them."""
 
 from __future__ import annotations
 
@@ -7,42 +7,11 @@ import socket
 from typing import Any
 
 from elastictrain.config.schema import JobConfig
+from elastictrain.core.status import RankView
 from elastictrain.supervisor.life import Life
 from elastictrain.supervisor.output import Event
 from elastictrain.supervisor.settings import samples_in_step
-from elastictrain.supervisor.view import RankView
 from elastictrain.supervisor.watch import NS_PER_S
-
-
-class Progress:
-    """How far the job has ever got, and the time in which it did not get further after a failure.
-
-    Args:
-        now_s: of `time.monotonic`.
-    """
-
-    def __init__(self, now_s: float) -> None:
-        self.furthest: int | None = None
-        """The furthest step; None before any rank has begun."""
-        self._reached_s = now_s
-        self._is_behind = False
-        self._lost_s = 0.0
-
-    def reached(self, step: int, now_s: float) -> None:
-        """A rank is at this step."""
-        if self.furthest is not None and step <= self.furthest:
-            return
-        if self._is_behind:
-            self._lost_s += now_s - self._reached_s
-            self._is_behind = False
-        self.furthest, self._reached_s = step, now_s
-
-    def fell_behind(self) -> None:
-        """The worker group is gone: until the next one gets further than this one, time is lost."""
-        self._is_behind = True
-
-    def lost_s(self, now_s: float) -> float:
-        return self._lost_s + (now_s - self._reached_s if self._is_behind else 0.0)
 
 
 class Said:
@@ -92,7 +61,7 @@ class Said:
         views = []
         for rank, beat in life.heartbeats.items():
             if beat is None:
-                views.append(RankView(rank, None, host, "none", now_s - life.started_s, 0, None, 0.0, 0, ""))
+                views.append(RankView(rank=rank, host=host, phase="none", phase_s=now_s - life.started_s))
                 continue
             views.append(
                 RankView(
@@ -108,7 +77,6 @@ class Said:
                     device=self._devices.get(rank, ""),
                     microbatch=beat.microbatch,
                     device_bytes=beat.device_bytes,
-                    loss=beat.loss,
                 )
             )
         return tuple(views)

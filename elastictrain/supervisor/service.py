@@ -7,11 +7,11 @@ import contextlib
 from time import monotonic
 
 from elastictrain.core.lifecycle import State
+from elastictrain.core.status import SupervisorView
 from elastictrain.supervisor import notify
 from elastictrain.supervisor.control import Control, ControlSettings
 from elastictrain.supervisor.record import Record
 from elastictrain.supervisor.supervisor import Ending, Supervisor
-from elastictrain.supervisor.view import SupervisorView
 
 NOTIFY_INTERVAL_S = 1.0
 """How often systemd hears how it goes, where it does not want to hear more often."""
@@ -42,7 +42,12 @@ async def serve(supervisor: Supervisor, record: Record, settings: ControlSetting
         telling.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await telling
-        notify.Notifier().send(notify.STOPPING, notify.status(view().reason))
+        notifier = notify.Notifier()
+        if supervisor.state in (State.COMPLETED, State.STOPPED):
+            # One that was complete before it began has not failed to start. A message of its own: of several states in
+            # one, systemd takes the last.
+            notifier.send(notify.READY)
+        notifier.send(notify.STOPPING, notify.status(view().reason))
         await control.close()
 
 
@@ -54,7 +59,7 @@ async def _tell_systemd(supervisor: Supervisor) -> None:
     while True:
         now = supervisor.view(monotonic())
         lines = [notify.WATCHDOG, notify.status(now.reason)]
-        if not is_ready and now.state is not State.STARTING:
+        if not is_ready and supervisor.has_trained:
             is_ready = True
             lines.insert(0, notify.READY)
         notifier.send(*lines)

@@ -13,7 +13,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from elastictrain.core import lifecycle
 from elastictrain.core.lifecycle import State, Trigger
 from elastictrain.core.liveness import StepTimes
 from elastictrain.core.policy import Cause, CauseKind, Failure, Halt, classify, decide
+from elastictrain.core.status import SupervisorView
 from elastictrain.errors import BusyError, ElasticTrainError, HaltError, IllegalTransitionError, StorageError
 from elastictrain.procs import adopt_orphans
 from elastictrain.supervisor.events import EventSink, NullSink
@@ -31,9 +32,8 @@ from elastictrain.supervisor.incarnation import Incarnation, clear_away
 from elastictrain.supervisor.launcher import Launcher
 from elastictrain.supervisor.life import Life, LifeEnd
 from elastictrain.supervisor.output import Event, Line
-from elastictrain.supervisor.remembered import Progress, Said
+from elastictrain.supervisor.remembered import Said
 from elastictrain.supervisor.settings import budget_of
-from elastictrain.supervisor.view import RestartView, SupervisorView
 
 FORWARDED = frozenset({"restored", "progress", "snapshot_taken", "snapshot_durable", "evaluated"})
 """Events of the ranks that are kept as they come."""
@@ -77,7 +77,8 @@ class Supervisor:
         state_dir: of the job.
         sink: keeps events.
         show: gets every line of the ranks, and what the supervisor has to say.
-        stay_up: after a halt or a drain, wait for `resume` or `stop` rather than end.
+        stay_up: after a halt or a drain, wait for `resume` or `stop` rather than end. A job that was halted before its
+            ranks ever trained ends all the same: its service has failed to start, and somebody waits to hear that.
     """
 
     def __init__(
@@ -103,22 +104,19 @@ class Supervisor:
         self._times = StepTimes()
         self._budget = budget_of(config)
         self._failures: list[Failure] = []
-        self._restarts: list[RestartView] = []
         self._outcome: dict[str, Any] | None = None
         self._error: ElasticTrainError | None = None
         self._restart_reason: str | None = None
         self._delay_s = 0.0
         self._changed = asyncio.Event()
         self._num_signals = 0
-        self._started_s = time.monotonic()
-        self._started_at = time.time()
-        self._progress = Progress(self._started_s)
+        self._furthest: int | None = None
         self._said = Said(config)
         self._snapshot_wanted = False
-        self._last_incident: int | None = None
         self._launcher = Launcher(
             state_dir, fork=config.elastic.fast_restart, grace_s=config.supervisor.teardown_timeout_s
         )
+        self._has_trained = False
 
     # ---- from start to end
 
@@ -136,7 +134,8 @@ class Supervisor:
         try:
             while self._state not in lifecycle.FINAL:
                 if self._state in (State.HALTED, State.DRAINED):
-                    if not self._stay_up:
+                    never_ready = self._state is State.HALTED and not self._has_trained
+                    if not self._stay_up or never_ready:
                         break
                     await self._launcher.close()  # it may take long, and what is imported takes memory
                     if self._state in (State.HALTED, State.DRAINED):
@@ -175,7 +174,6 @@ class Supervisor:
         try:
             end = await self._life.run()
         finally:
-            self._last_incident = self._life.incident or self._last_incident
             self._life = None
         await self._after_life(end, incarnation)
 
@@ -218,7 +216,7 @@ class Supervisor:
     def _failed(self, cause: Cause, end: LifeEnd | None, reports: list[ElasticTrainError] | None = None) -> None:
         """Takes note of a failure and decides what follows."""
         now_s = time.monotonic()
-        reached = end.failed_step if end is not None else self._progress.furthest or 0
+        reached = end.failed_step if end is not None else self._furthest or 0
         furthest_before = max((failure.reached_step for failure in self._failures), default=-1)
         self._failures.append(
             Failure(
@@ -229,17 +227,6 @@ class Supervisor:
                 cause=cause,
             )
         )
-        self._restarts.append(
-            RestartView(
-                incarnation=self._number,
-                cause=cause.what,
-                kind=cause.kind.value,
-                global_step=reached,
-                lived_s=end.lived_s if end is not None else 0.0,
-                ended_at=time.time(),
-            )
-        )
-        self._progress.fell_behind()
         decision = decide(
             self._failures,
             self._budget,
@@ -332,12 +319,13 @@ class Supervisor:
 
     def _on_look(self, life: Life) -> None:
         """The ranks' records were read."""
-        reached, now_s = life.reached_step, time.monotonic()
+        reached = life.reached_step
         if life.all_train and self._state in (State.STARTING, State.RECOVERING) and self._restart_reason is None:
+            self._has_trained = True
             self._move(Trigger.RANKS_TRAINED, "all ranks train")
             self.emit("ranks_training", incarnation=self._number, global_step=reached)
         if reached is not None:
-            self._progress.reached(reached, now_s)
+            self._furthest = max(reached, self._furthest or 0)
 
     # ---- signals
 
@@ -410,7 +398,6 @@ class Supervisor:
                 f"there is no worker group to restart: the job is {self._state}", "Use `elastictrain resume`."
             )
         self._restart_reason = reason
-        self._progress.fell_behind()
         self._move(Trigger.RESTART_ASKED, reason)
         self._life.ask_to_stop()
 
@@ -419,6 +406,11 @@ class Supervisor:
     @property
     def state(self) -> State:
         return self._state
+
+    @property
+    def has_trained(self) -> bool:
+        """All ranks of a worker group of this supervisor have done a step."""
+        return self._has_trained
 
     def view(self, now_s: float) -> SupervisorView:
         """The present moment.
@@ -430,26 +422,14 @@ class Supervisor:
         ranks = self._said.rank_views(life, now_s) if life is not None else ()
         reached = life.reached_step if life is not None else None
         return SupervisorView(
-            job=self._config.name,
             state=self._state,
             reason=self._reason,
-            global_step=reached if reached is not None else self._progress.furthest or 0,
+            global_step=reached if reached is not None else self._furthest,
             max_steps=self._said.max_steps,
-            incarnation=self._number,
+            incarnation=self._number or None,
             world_size=self._said.world_size,
             ranks=ranks,
-            restarts=tuple(self._restarts),
-            lost_s=self._progress.lost_s(now_s),
-            started_at=self._started_at,
-            uptime_s=now_s - self._started_s,
-            pid=os.getpid(),
-            last_incident=life.incident or self._last_incident if life is not None else self._last_incident,
         )
-
-
-def as_plain(view: SupervisorView) -> dict[str, Any]:
-    """A view as plain data, for JSON."""
-    return {**asdict(view), "state": view.state.value}
 
 
 def _cannot_prepare(error: ElasticTrainError) -> Cause:

@@ -2,8 +2,8 @@
 
     python -m elastictrain.testing.fake_supervisor STATE_DIR [--job NAME] [--max-steps N] [--step-s S] …
 
-Its steps are ticks of a clock and its snapshot is one number in a file. Events, control interface, journal, word to
-systemd, exit codes and the exact step after a restart are those of a real one.
+Its steps are ticks of a clock and its snapshot is one number in a file. Events, control interface, journal and the
+exact step after a restart are those of a real one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from time import monotonic
 
 from elastictrain import __version__
 from elastictrain.core.events import Kind
-from elastictrain.core.status import RankView, State, SupervisorView
-from elastictrain.errors import BusyError, ElasticTrainError, HaltError, IllegalTransitionError
+from elastictrain.core.lifecycle import State
+from elastictrain.core.status import RankView, SupervisorView
+from elastictrain.errors import BusyError, ElasticTrainError, IllegalTransitionError
 from elastictrain.protocol import write_atomically
-from elastictrain.supervisor import notify
 from elastictrain.supervisor.control import Control, ControlSettings
 from elastictrain.supervisor.record import Record
 
@@ -37,9 +37,6 @@ class FakeSupervisor:
         max_steps: when it is complete.
         step_s: how long a step takes.
         world_size: how many ranks it says it has.
-        halt_at: step at which it gives up; None never does.
-        fail_at: step at which, once, rank 1 fails.
-        exits_when_halted: end with 79 then, rather than wait for `resume`.
     """
 
     def __init__(
@@ -49,23 +46,15 @@ class FakeSupervisor:
         max_steps: int = 1000,
         step_s: float = 0.01,
         world_size: int = 2,
-        halt_at: int | None = None,
-        fail_at: int | None = None,
-        exits_when_halted: bool = False,
     ) -> None:
         self.record = record
         self.max_steps = max_steps
         self.step_s = step_s
         self.world_size = world_size
-        self.halt_at = halt_at
-        self.fail_at = fail_at
-        self.exits_when_halted = exits_when_halted
-        self.notifier = notify.Notifier()
         self.state = State.STARTING
         self.reason = "starting"
         self.step = self._restore()
         self.incarnation = record.history.incarnation or 0
-        self.exit_code = 0
         self._phase_began_s = monotonic()
         self._wake = asyncio.Event()
         self._ended = asyncio.Event()
@@ -119,9 +108,8 @@ class FakeSupervisor:
         self.record.append(Kind.DRAINED, {})
 
     async def resume(self) -> None:
-        if self.state not in (State.DRAINED, State.HALTED):
+        if self.state is not State.DRAINED:
             raise IllegalTransitionError(f"the job is {self.state}: there is nothing to resume")
-        self.halt_at = None
         self._start_incarnation()
 
     async def restart(self, reason: str) -> None:
@@ -137,24 +125,19 @@ class FakeSupervisor:
         """Until complete or stopped. Returns the exit code."""
         self.record.append(Kind.SUPERVISOR_STARTED, {"pid": os.getpid(), "version": __version__})
         self._start_incarnation()
-        self.notifier.send(notify.READY, notify.status(self.reason))
         try:
             while self.state not in (State.STOPPING, State.COMPLETED):
-                if self.state is State.HALTED and self.exits_when_halted:
-                    break
                 self._wake.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), self.step_s)
-                self.notifier.send(notify.WATCHDOG)
                 if self.state is State.TRAINING:
                     self._one_step()
-            self.notifier.send(notify.STOPPING, notify.status(self.reason))
             if self.state is State.STOPPING:
                 self._snapshot()
                 self._end_incarnation("stopped")
                 self.record.append(Kind.STOPPED, {"reason": self.reason})
                 self._enter(State.STOPPED, self.reason)
-            return self.exit_code
+            return 0
         finally:
             self._ended.set()
 
@@ -175,24 +158,12 @@ class FakeSupervisor:
                     "incarnation": self.incarnation,
                 },
             )
-            self.notifier.send(notify.status(f"step {self.step} of {self.max_steps}"))
         if self.step % 10 == 0:
             self._snapshot()
         if self.step >= self.max_steps:
             self._end_incarnation("complete")
             self.record.append(Kind.COMPLETED, {})
             self._enter(State.COMPLETED, "all steps are done")
-        elif self.step == self.halt_at:
-            self._end_incarnation("rank 0 failed again")
-            self.record.append(Kind.HALTED, {"reason": f"step {self.step} fails: again and again"})
-            self._enter(State.HALTED, f"step {self.step} fails: again and again")
-            self.exit_code = HaltError.exit_code
-        elif self.step == self.fail_at:
-            self.fail_at = None
-            self.record.append(Kind.RANK_FAILED, {"rank": 1, "cause": "killed by SIGKILL", "exit_code": -9})
-            self._end_incarnation("rank 1 was killed by SIGKILL")
-            self.record.append(Kind.RESTART_PLANNED, {"delay_s": 0.0, "reason": "rank 1 was killed by SIGKILL"})
-            self._start_incarnation()
 
     def _enter(self, state: State, reason: str) -> None:
         self.state, self.reason = state, reason
@@ -234,9 +205,6 @@ async def serve(arguments: argparse.Namespace) -> int:
         record,
         max_steps=arguments.max_steps,
         step_s=arguments.step_s,
-        halt_at=arguments.halt_at,
-        fail_at=arguments.fail_at,
-        exits_when_halted=arguments.exit_when_halted,
     )
     control = Control(
         supervisor, supervisor.view, record, ControlSettings(arguments.group, metrics_port=arguments.metrics_port)
@@ -258,9 +226,6 @@ def main() -> int:
     parser.add_argument("--job", default="")
     parser.add_argument("--max-steps", type=int, default=1000)
     parser.add_argument("--step-s", type=float, default=0.01)
-    parser.add_argument("--halt-at", type=int)
-    parser.add_argument("--fail-at", type=int)
-    parser.add_argument("--exit-when-halted", action="store_true")
     parser.add_argument("--group")
     parser.add_argument("--metrics-port", type=int)
     try:

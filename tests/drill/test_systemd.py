@@ -1,7 +1,7 @@
 """Jobs as services of a real systemd, in a container: started, stopped, killed, hung, rebooted, completed, halted.
 
-The units are those that `elastictrain service install` writes. What they start is FAKE or, where that is None, what the
-unit itself says: `elastictrain run`.
+The units are those that `elastictrain service install` writes, and start what they say: `elastictrain run`, with real
+ranks.
 """
 
 from __future__ import annotations
@@ -10,43 +10,62 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from elastictrain.supervisor.record import read_status
 from tests.drill.container import ELASTICTRAIN, Container, skip_unless_possible
-from tests.process.helpers import ROOT, wait_until
+from tests.drill.paced import DETACHED, GLOBAL_BATCH, HURRY_FILE, STEPS_FILE
+from tests.process.helpers import ROOT, read_json_lines, run_cli, train, wait_until
 
-FAKE: str | None = "/opt/bin/python-module elastictrain.testing.fake_supervisor %S/elastictrain/%i --job %i"
-"""Stands in for ExecStart= of the unit; its own arguments follow, from `JOBS`. None runs what the unit says."""
+STEPS = 800
+SNAPSHOT_STEPS = 10
+STATE = Path("/var/lib/elastictrain")
+WATCHDOG_S = 6
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+
+def job(name: str, folder: Path | None = None, num_ranks: int = 2, **params: Any) -> dict[str, Any]:
+    """The job file of a small job. Its task writes into `folder`, if not into the state directory."""
+    task_params = {"folder": str(folder or STATE / name), **params}
+    return {
+        "name": name,
+        "task": "tests.drill.paced:Task",
+        "params": task_params,
+        "train": {"max_steps": STEPS, "global_batch_size": GLOBAL_BATCH, "micro_batch_size": 1},
+        "data": {"shuffle": False},
+        "elastic": {"device": "cpu", "nproc_per_node": num_ranks, "threads_per_rank": 1},
+        "checkpoint": {"every_steps": SNAPSHOT_STEPS},
+        "metrics": {"tensorboard": False, "every_steps": 5},
+    }
+
 
 JOBS = {
-    "steady": "--max-steps 1000000 --step-s 0.02",
-    "short": "--max-steps 100 --step-s 0.02",
-    "doomed": "--halt-at 50 --step-s 0.02 --exit-when-halted",
+    "steady": job("steady", pause_s=0.1, detaches=True),
+    "doomed": {**job("doomed", num_ranks=1, fail_at=5), "supervisor": {"same_step_failures": 1}},
+    "broken": {**job("broken", num_ranks=1), "task": "tests.drill.paced:Tusk"},
 }
-WATCHDOG_S = 3
-
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+AT_BOOT = "steady"
 
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
-    """A machine on which the jobs of `JOBS` are services that start at boot."""
+    """A machine on which the jobs of `JOBS` are services, one of which starts at boot."""
     skip_unless_possible()
     folder = tmp_path_factory.mktemp("machine")
     install = [sys.executable, "-m", "elastictrain.cli.main", "service", "install", "--bin", ELASTICTRAIN]
     subprocess.run([*install, "--root", str(folder / "root")], cwd=ROOT, check=True, capture_output=True)
     installed = folder / "root"
     files = {f"/{path.relative_to(installed)}": path.read_text() for path in installed.rglob("*") if path.is_file()}
-    for job, arguments in JOBS.items():
-        drop_in = f"[Service]\nWatchdogSec={WATCHDOG_S}\nTimeoutAbortSec=2\nRestartSec=0.5\n"
-        if FAKE is not None:
-            drop_in += f"ExecStart=\nExecStart={FAKE} {arguments}\n"
-        files[f"/etc/systemd/system/elastictrain@{job}.service.d/drill.conf"] = drop_in
-        files[f"/etc/elastictrain/{job}.toml"] = f'name = "{job}"\n'
-    container = Container(folder / "container", [f"elastictrain@{job}.service" for job in JOBS], files)
+    drop_in = f"[Service]\nWatchdogSec={WATCHDOG_S}\nTimeoutAbortSec=2\nRestartSec=0.5\n"
+    files["/etc/systemd/system/elastictrain@.service.d/drill.conf"] = drop_in
+    for name, content in JOBS.items():
+        files[f"/etc/elastictrain/{name}.toml"] = tomli_w.dumps(content)
+    container = Container(folder / "container", [unit(AT_BOOT)], files)
     try:
         container.boot()
         yield container
@@ -54,120 +73,205 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
         container.destroy()
 
 
-def unit(job: str) -> str:
-    return f"elastictrain@{job}.service"
+def unit(name: str) -> str:
+    return f"elastictrain@{name}.service"
 
 
-def wait_active(machine: Container, job: str) -> dict[str, str]:
-    wait_until(lambda: machine.show(unit(job))["ActiveState"] == "active")
-    return machine.show(unit(job))
-
-
-def status(machine: Container, job: str) -> dict[str, Any]:
-    text = machine.run(ELASTICTRAIN, "status", "--state-dir", f"/var/lib/elastictrain/{job}", "--json", check=False)
-    decoded: dict[str, Any] = json.loads(text)
+def status(machine: Container, name: str) -> dict[str, Any]:
+    decoded: dict[str, Any] = json.loads(machine.run(ELASTICTRAIN, "status", name, "--json", check=False))
     return decoded
 
 
-def goes_on(machine: Container, job: str, before: dict[str, Any]) -> dict[str, Any]:
-    """Waits until the job trains beyond where it was, in a later incarnation; its status then."""
-
-    def later() -> dict[str, Any] | None:
-        now = status(machine, job)
-        is_later = now["state"] == "training" and now["incarnation"] > before["incarnation"]
-        return now if is_later and now["global_step"] > before["global_step"] else None
-
-    found: dict[str, Any] = wait_until(later)
-    return found
+def start(machine: Container, name: str) -> None:
+    machine.run("systemctl", "start", "--no-block", unit(name))
 
 
-def test_it_is_ready_when_it_trains_and_says_what_it_does(machine: Container) -> None:
-    shown = wait_active(machine, "steady")
-    assert shown["Type"] == "notify"
-    wait_until(lambda: "step" in machine.show(unit("steady"))["StatusText"])
-    now = status(machine, "steady")
-    assert (now["state"], now["daemon"]["pid"]) == ("training", int(shown["MainPID"]))
+def wait_for_unit(machine: Container, name: str, *states: str) -> dict[str, str]:
+    """What systemd knows of a service, once it is in one of these states."""
+    wait_until(lambda: machine.show(unit(name))["ActiveState"] in states, 120.0)
+    return machine.show(unit(name))
+
+
+class Steady:
+    """The job that everything happens to: where it is, by its own record of the samples that it was given."""
+
+    def __init__(self, machine: Container) -> None:
+        self.machine = machine
+        self.folder = machine.state / "steady"
+
+    def steps(self) -> dict[int, list[int]]:
+        """The steps that were begun, by incarnation."""
+        found: dict[int, list[int]] = {}
+        path = self.folder / STEPS_FILE
+        for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
+            if line.endswith("\n"):
+                incarnation, step = json.loads(line)
+                found.setdefault(incarnation, []).append(step)
+        return found
+
+    def trains(self, after: int = 0) -> dict[str, Any]:
+        """Waits until an incarnation later than `after` trains, for more than an interval of snapshots; its status."""
+
+        def condition() -> dict[str, Any] | None:
+            steps = self.steps()
+            newest = max(steps, default=0)
+            if newest <= after or len(steps[newest]) <= SNAPSHOT_STEPS + 5:
+                return None  # seen without a look at the status, which takes time from those that start
+            now = status(self.machine, "steady")
+            return now if now["state"] == "training" and now["incarnation"] == newest else None
+
+        found: dict[str, Any] = wait_until(condition, 120.0)
+        return found
+
+    def goes_on(self, before: dict[str, Any], *, redone: int) -> dict[str, Any]:
+        """Waits until it trains in the next incarnation, and sees to it that no sample was left out.
+
+        Args:
+            before: its status before what happened.
+            redone: how many of its last steps, at most, are done again.
+        """
+        now = self.trains(after=before["incarnation"])
+        assert now["incarnation"] == before["incarnation"] + 1
+        steps = self.steps()
+        last, first = steps[before["incarnation"]][-1], steps[now["incarnation"]][0]
+        assert last + 1 - redone <= first <= last + 1, (first, last)
+        assert steps[now["incarnation"]] == list(range(first, steps[now["incarnation"]][-1] + 1))
+        return now
+
+    def processes(self) -> set[str]:
+        """Process ids, inside, of its service."""
+        found = self.machine.run("sh", "-c", f"grep -sl {unit('steady')} /proc/[0-9]*/cgroup", check=False)
+        return {path.split("/")[2] for path in found.split()}
+
+    def detached(self) -> set[str]:
+        """Those of them that left the ranks that started them, for good."""
+        return set(self.machine.run("pgrep", "-x", "-f", f"sleep {DETACHED}", check=False).split())
+
+
+def test_whatever_happens_it_ends_as_if_nothing_had(machine: Container, tmp_path: Path) -> None:
+    """Stop, kills, a hang of the supervisor, reboot and power cut: on at the exact step, and the same weights."""
+    steady = Steady(machine)
+
+    # READY when the ranks train.
+    shown = wait_for_unit(machine, "steady", "active")
+    assert steady.steps()[1], "it is ready, and no rank has begun a step"
+    now = steady.trains()
+    assert now["daemon"]["pid"] == int(shown["MainPID"])
     assert now["daemon"]["socket"] == "/run/elastictrain/steady/control.sock"
+    shown = machine.show(unit("steady"))
+    assert (shown["Type"], shown["StatusText"]) == ("notify", now["reason"])
+
+    # A stop loses nothing at all, and is no failure.
+    old, detached = now, steady.detached()
+    assert len(detached) == 2, "of each rank"
+    machine.run("systemctl", "stop", unit("steady"))
+    shown = machine.show(unit("steady"))
+    assert (shown["ActiveState"], shown["Result"], shown["ExecMainStatus"]) == ("inactive", "success", "0")
+    assert not steady.detached()
+    stopped = status(machine, "steady")
+    assert (stopped["state"], stopped["daemon_running"]) == ("stopped", False)
+    start(machine, "steady")
+    now = steady.goes_on(old, redone=0)
+    assert now["num_restarts"] == 0
+
+    # A killed rank.
+    old = now
+    machine.run("kill", "-KILL", str(old["ranks"][1]["pid"]))
+    now = steady.goes_on(old, redone=SNAPSHOT_STEPS + 2)
+    assert now["daemon"]["pid"] == old["daemon"]["pid"]
+    assert "rank 1 was ended by SIGKILL" in now["restarts"][-1]["cause"]
+
+    # A killed supervisor is back by itself, and nothing of its group is left.
+    old, group, restarts = now, steady.processes(), machine.show(unit("steady"))["NRestarts"]
+    assert steady.detached() <= group
+    machine.run("kill", "-KILL", str(old["daemon"]["pid"]))
+    now = steady.goes_on(old, redone=SNAPSHOT_STEPS + 2)
+    assert not group & steady.processes()
+    assert len(steady.detached()) == 2
+    assert int(machine.show(unit("steady"))["NRestarts"]) == int(restarts) + 1
+    assert now["restarts"][-1]["cause"].startswith("the supervisor ended without a word")
+
+    # One that stands still is replaced.
+    old, group = now, steady.processes()
+    machine.run("kill", "-STOP", str(old["daemon"]["pid"]))
+    now = steady.goes_on(old, redone=(WATCHDOG_S + 5) * 10 + SNAPSHOT_STEPS)
+    assert not group & steady.processes()
+
+    # An orderly reboot is a stop.
+    old = now
+    machine.run("systemctl", "reboot", check=False)
+    machine.wait_down()
+    assert read_status(steady.folder, "steady").state == "stopped"
+    machine.boot()
+    now = steady.goes_on(old, redone=0)
+
+    # A power cut takes what was in memory with it.
+    old = now
+    machine.destroy()
+    assert read_status(steady.folder, "steady").state == "not_running"
+    machine.boot()
+    now = steady.goes_on(old, redone=2 * SNAPSHOT_STEPS)
+    assert now["num_restarts"] == old["num_restarts"] + 1
+
+    # A complete job ends its service, and does so again when that is started once more.
+    (steady.folder / HURRY_FILE).touch()
+    for _ in range(2):
+        shown = wait_for_unit(machine, "steady", "inactive", "failed")
+        assert (shown["ActiveState"], shown["Result"], shown["NRestarts"]) == ("inactive", "success", "0")
+        done = status(machine, "steady")
+        assert (done["state"], done["global_step"]) == ("completed", STEPS)
+        machine.run("systemctl", "start", unit("steady"))
+    kept = run_cli("checkpoints", "show", "--state-dir", steady.folder, "--json")
+    assert json.loads(kept.stdout)["global_step"] == STEPS
+    assert json.loads(kept.stdout)["model_digest"] == undisturbed(tmp_path)
+
+
+def undisturbed(folder: Path) -> str:
+    """The digest of the same job when nothing happens."""
+    (folder / "job.toml").write_text(tomli_w.dumps(job("steady", folder)))
+    trained = train(folder, world_size=2)
+    assert [step for _, step in read_json_lines(folder / STEPS_FILE)] == list(range(STEPS))
+    shown = run_cli("checkpoints", "show", "--state-dir", trained.state_dir, "--json")
+    digest: str = json.loads(shown.stdout)["model_digest"]
+    return digest
 
 
 def test_it_runs_as_its_own_user_and_may_do_little(machine: Container) -> None:
-    pid = wait_active(machine, "steady")["MainPID"]
+    start(machine, "doomed")
+    pid = wait_until(lambda: machine.show(unit("doomed"))["MainPID"].strip("0"))
+    wait_until(lambda: status(machine, "doomed")["daemon_running"])
     process = machine.run("cat", f"/proc/{pid}/status")
     fields = dict(line.split(":", 1) for line in process.splitlines())
     uid = machine.run("id", "-u", "elastictrain")
     assert fields["Uid"].split() == [uid] * 4
     assert fields["NoNewPrivs"].strip() == "1"
     assert int(fields["CapBnd"], 16) == 0
-    owner, group, mode = machine.run("stat", "-c", "%U %G %a", "/run/elastictrain/steady/control.sock").split()
+    owner, group, mode = machine.run("stat", "-c", "%U %G %a", "/run/elastictrain/doomed/control.sock").split()
     assert (owner, group, mode) == ("elastictrain", "elastictrain", "660")
     mounts = machine.run("cat", f"/proc/{pid}/mounts").splitlines()
     options = {line.split()[1]: line.split()[3].split(",") for line in mounts}
     assert "ro" in options["/usr"]
-    assert "rw" in options["/var/lib/elastictrain/steady"]
+    assert "rw" in options["/var/lib/elastictrain/doomed"]
 
 
-def test_stop_keeps_the_state_and_start_goes_on(machine: Container) -> None:
-    wait_active(machine, "steady")
-    machine.run("systemctl", "stop", unit("steady"))
-    shown = machine.show(unit("steady"))
-    assert (shown["ActiveState"], shown["Result"], shown["ExecMainStatus"]) == ("inactive", "success", "0")
-    stopped = status(machine, "steady")
-    assert (stopped["state"], stopped["daemon_running"]) == ("stopped", False)
-    machine.run("systemctl", "start", unit("steady"))
-    now = goes_on(machine, "steady", stopped)
-    assert now["num_restarts"] == stopped["num_restarts"], "a stop is no failure"
-
-
-def test_a_killed_supervisor_is_back_by_itself(machine: Container) -> None:
-    before = machine.show(unit("steady"))
-    old = status(machine, "steady")
-    machine.run("kill", "-KILL", wait_active(machine, "steady")["MainPID"])
-    now = goes_on(machine, "steady", old)
-    after = machine.show(unit("steady"))
-    assert int(after["NRestarts"]) == int(before["NRestarts"]) + 1
-    assert now["num_restarts"] == old["num_restarts"] + 1
-    assert now["restarts"][-1]["cause"].startswith("the supervisor ended without a word")
-
-
-def test_a_supervisor_that_stands_still_is_replaced(machine: Container) -> None:
-    shown = wait_active(machine, "steady")
-    old = status(machine, "steady")
-    machine.run("kill", "-STOP", shown["MainPID"])
-    assert goes_on(machine, "steady", old)["daemon"]["pid"] != int(shown["MainPID"])
-
-
-def test_a_complete_job_is_not_started_again(machine: Container) -> None:
-    wait_until(lambda: machine.show(unit("short"))["ActiveState"] == "inactive")
-    shown = machine.show(unit("short"))
-    assert (shown["Result"], shown["NRestarts"]) == ("success", "0")
-    done = status(machine, "short")
-    assert (done["state"], done["global_step"]) == ("completed", 100)
-
-
-def test_a_halted_job_is_not_started_again(machine: Container) -> None:
-    wait_until(lambda: machine.show(unit("doomed"))["ActiveState"] == "failed")
-    shown = machine.show(unit("doomed"))
-    assert (shown["Result"], shown["ExecMainStatus"], shown["NRestarts"]) == ("exit-code", "79", "0")
+def test_a_halted_job_waits_for_a_person(machine: Container) -> None:
+    start(machine, "doomed")
+    wait_for_unit(machine, "doomed", "active")
+    wait_until(lambda: status(machine, "doomed")["state"] == "halted", 120.0)
     halted = status(machine, "doomed")
-    assert (halted["state"], halted["reason"]) == ("halted", "step 50 fails: again and again")
+    assert "step 6 fails" in halted["reason"]
+    wait_until(lambda: "step 6 fails" in machine.show(unit("doomed"))["StatusText"])
+    assert machine.run("sh", "-c", f"{ELASTICTRAIN} status doomed >/dev/null; echo $?") == "79"
+    machine.run(ELASTICTRAIN, "resume", "doomed")
+    wait_until(lambda: status(machine, "doomed")["incarnation"] > halted["incarnation"])
+    machine.run("systemctl", "stop", unit("doomed"))
+    assert machine.show(unit("doomed"))["Result"] == "success"
 
 
-def test_after_a_reboot_it_goes_on_by_itself(machine: Container) -> None:
-    wait_active(machine, "steady")
-    old = status(machine, "steady")
-    machine.run("systemctl", "reboot", check=False)
-    machine.wait_down()
-    kept = read_status(machine.state / "steady", "steady")
-    assert kept.state == "stopped", "the machine's shutdown is an orderly stop"
-    machine.boot()
-    assert goes_on(machine, "steady", old)["state"] == "training"
-
-
-def test_after_a_power_cut_it_goes_on_by_itself(machine: Container) -> None:
-    wait_active(machine, "steady")
-    old = status(machine, "steady")
-    machine.destroy()
-    assert read_status(machine.state / "steady", "steady").state == "not_running"
-    machine.boot()
-    now = goes_on(machine, "steady", old)
-    assert now["num_restarts"] == old["num_restarts"] + 1
+def test_a_job_that_cannot_start_fails_once_and_says_why(machine: Container) -> None:
+    failed = machine.run("sh", "-c", f"systemctl start {unit('broken')} 2>&1; echo $?")
+    assert failed.endswith("\n1"), failed
+    shown = machine.show(unit("broken"))
+    assert (shown["ActiveState"], shown["Result"], shown["NRestarts"]) == ("failed", "exit-code", "0")
+    assert shown["ExecMainStatus"] == "78"
+    assert "Tusk" in status(machine, "broken")["reason"]

@@ -14,7 +14,7 @@ import pytest
 
 from elastictrain.cli.status_show import StatusRequest, parse_plain
 from elastictrain.core.events import Kind
-from elastictrain.supervisor.record import Record
+from elastictrain.supervisor.record import Record, read_status
 from tests.process.fake import fake_supervisor, status_of
 from tests.process.helpers import ROOT, Finished, run_cli, start_cli, wait_until
 
@@ -72,6 +72,76 @@ def test_status_without_a_supervisor(stopped: Path) -> None:
     document = json.loads(run_cli("status", "--state-dir", "checkpoints/alpha", "--json", cwd=stopped).stdout)
     assert (document["daemon_running"], document["loss"], document["snapshots"]["durable"]["step"]) == (False, 0.25, 10)
     assert run_cli("status", "beta", cwd=stopped).code == 5
+
+
+def test_jobs_of_services_are_found_by_name(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of this user's service manager lie where those of the machine's do, under another root."""
+    services = stopped / "xdg" / "elastictrain"
+    services.mkdir(parents=True)
+    monkeypatch.setenv("XDG_STATE_HOME", str(stopped / "xdg"))
+    (stopped / "checkpoints" / "beta").rename(services / "beta")
+    assert run_cli("status", "beta", cwd=stopped).code == 5
+    documents = json.loads(run_cli("status", "--json", cwd=stopped).stdout)
+    assert [(d["job"], d["state_dir"]) for d in documents] == [
+        ("alpha", str(stopped / "checkpoints" / "alpha")),
+        ("beta", str(services / "beta")),
+    ]
+    assert "completed" in run_cli("events", "beta", cwd=stopped).stdout
+    assert "no supervisor of beta" in run_cli("checkpoint", "beta", cwd=stopped).stderr
+    for folder in ("checkpoints", "elsewhere"):
+        (stopped / folder).mkdir(exist_ok=True)
+    assert "beta" in run_cli("status", cwd=stopped / "elsewhere").stdout
+
+
+def test_of_two_jobs_of_one_name_the_one_that_runs_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
+    service, by_hand = tmp_path / "xdg" / "elastictrain" / "alpha", tmp_path / "checkpoints" / "alpha"
+    with fake_supervisor(by_hand, "--max-steps", "5"):
+        wait_until(lambda: read_status(by_hand, "alpha").state == "completed")
+    with fake_supervisor(service, "--max-steps", "100000"):
+        assert json.loads(run_cli("status", "alpha", "--json", cwd=tmp_path).stdout)["state_dir"] == str(service)
+        listed = run_cli("status", cwd=tmp_path).stdout
+        assert listed.count("alpha (") == 2
+        assert run_cli("stop", "alpha", cwd=tmp_path).code == 0
+    ambiguous = run_cli("status", "alpha", cwd=tmp_path)
+    assert ambiguous.code == 64
+    assert str(service) in ambiguous.stderr
+    assert "checkpoints/alpha" in ambiguous.stderr
+
+
+def test_a_job_that_this_user_may_not_see(stopped: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("becoming another user needs root")
+    hidden = stopped / "checkpoints" / "alpha"
+    hidden.chmod(0o700)
+    for folder in (stopped, *stopped.parents):
+        if folder.stat().st_uid == 0 and folder != Path("/") and "pytest" in str(folder):
+            folder.chmod(0o755)
+
+    def as_nobody(*args: str) -> subprocess.CompletedProcess[str]:
+        code = (
+            "import os, sys; sys.path.insert(0, os.environ['PYTHONPATH'])\n"
+            "from elastictrain.cli import app, daemon, job_dirs, status_show, status_view\n"
+            "import elastictrain.supervisor.journal, elastictrain.supervisor.record, rich.console, typer.rich_utils\n"
+            "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+            "from elastictrain.cli.main import main; main()"
+        )
+        return subprocess.run(
+            [sys.executable, "-c", code, *args],
+            cwd=stopped,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    named = as_nobody("status", "alpha")
+    assert named.returncode == 77, named.stderr
+    assert "checkpoints/alpha is not for this user to see" in named.stderr
+    listed = as_nobody("status", "--json")
+    assert listed.returncode == 0, listed.stderr
+    assert [d["job"] for d in json.loads(listed.stdout)] == ["beta"]
+    assert "checkpoints/alpha is not for this user to see" in listed.stderr
 
 
 def test_exit_codes_of_a_job_that_comes_and_goes(tmp_path: Path) -> None:

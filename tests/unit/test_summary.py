@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.core.events import Event, Kind, Moment
-from elastictrain.core.status import EXIT_CODES, RankView, State, Status, SupervisorView
+from elastictrain.core.lifecycle import State
+from elastictrain.core.status import EXIT_CODES, RankView, Status, SupervisorView
 from elastictrain.core.summary import MAX_RESTARTS, History, advance, describe, fold
 from elastictrain.supervisor.schema import status_schema
 
@@ -147,7 +148,7 @@ def test_a_supervisor_that_was_gone_and_came_back() -> None:
 
 def test_what_the_supervisor_says_comes_first() -> None:
     rank = RankView(rank=0, pid=3, phase="reduce", step=120)
-    view = SupervisorView(state="draining", reason="maintenance", global_step=120, ranks=(rank,))
+    view = SupervisorView(state=State.DRAINING, reason="maintenance", global_step=120, ranks=(rank,))
     s = trained().status(111, view)
     assert (s.state, s.reason, s.global_step, s.ranks, s.daemon.answers) == (
         "draining",

@@ -59,8 +59,7 @@ def test_every_state_can_be_reached_and_left() -> None:
         state = (found - reached).pop()
         reached.add(state)
         found |= set(lifecycle.TRANSITIONS[state].values())
-    assert reached == set(State)
-    assert set(lifecycle.TRANSITIONS) == set(State)
+    assert reached == set(lifecycle.TRANSITIONS) == set(State) - {State.NOT_RUNNING}
     assert {State.COMPLETED, State.STOPPED} == lifecycle.FINAL
 
 
@@ -76,7 +75,7 @@ def test_an_illegal_transition_raises_and_says_what_is_legal(triggers: list[Trig
 
 
 def test_a_request_to_stop_is_always_heard() -> None:
-    for state in set(State) - lifecycle.FINAL:
+    for state in set(lifecycle.TRANSITIONS) - lifecycle.FINAL:
         assert lifecycle.after(state, Trigger.STOP_ASKED) in (State.STOPPING, State.STOPPED)
 
 
