@@ -32,7 +32,7 @@ class MyTask:
         self.marks = pathlib.Path(marks)
 
     def model(self):
-        (self.marks / f"version-{{os.getpid()}}").write_text(str(VERSION))
+        (self.marks / f"version-{{os.getpid()}}").write_text(f"{{VERSION}} {{os.environ['TORCHINDUCTOR_CACHE_DIR']}}")
         return torch.nn.Linear(4, 1)
 
     def train_data(self):
@@ -111,7 +111,8 @@ def test_forked_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not second & {beat.pid for beat in first}
         assert importers(good) == before, "it was there already"
         assert second <= importers(threaded)
-        assert {(marks / f"version-{pid}").read_text() for pid in second} == {"2"}
+        cache = state / "compile-cache" / "inductor"
+        assert {(marks / f"version-{pid}").read_text() for pid in second} == {f"2 {cache}"}
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
         wait_until(lambda: not launcher.is_running())
