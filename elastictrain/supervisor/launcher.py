@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elastictrain.procs import EnvironmentSlot, send_signal
-from elastictrain.protocol import ENV_RUN_DIR, LAUNCHER_LOG, RUNS_DIR, LaunchAgent, read_message
+from elastictrain.protocol import COMPILE_CACHE_DIR, ENV_RUN_DIR, LAUNCHER_LOG, RUNS_DIR, LaunchAgent, read_message
 
 LONGEST_NUMBER = 12
 """Digits of the longest number of an incarnation, or rank."""
@@ -95,6 +95,9 @@ class Launcher:
         }
         # Without a limit every rank of a node would take all its cores; a rank sets its own share of threads.
         env.setdefault("OMP_NUM_THREADS", "1")
+        # What one incarnation has compiled, the next one finds. (torch chooses when it is imported, so it is told here.)
+        env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(self._state_dir / COMPILE_CACHE_DIR / "inductor"))
+        env.setdefault("TRITON_CACHE_DIR", str(self._state_dir / COMPILE_CACHE_DIR / "triton"))
         command = [sys.executable, "-m", "elastictrain.training.launcher", str(its.fileno()), str(self._grace_s)]
         command += [str(run_dir), *(["--preload"] if self._fork else [])]
         with its, (self._state_dir / LAUNCHER_LOG).open("wb") as log:

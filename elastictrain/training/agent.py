@@ -20,7 +20,7 @@ from pathlib import Path
 
 from elastictrain.config.schema import JobConfig
 from elastictrain.procs import die_with_parent
-from elastictrain.protocol import COMPILE_CACHE_DIR, ENV_RUN_DIR, EXITS_FILE, LOG_DIR, RunSpec, write_json
+from elastictrain.protocol import ENV_RUN_DIR, EXITS_FILE, LOG_DIR, RunSpec, write_json
 
 
 def main(run_dir: Path) -> int:
@@ -67,10 +67,6 @@ def prepare(run_dir: Path) -> RunSpec:
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(run_dir / "nccl-record-"))
-    # What one incarnation has compiled, the next one finds.
-    caches = Path(spec.state_dir) / COMPILE_CACHE_DIR
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(caches / "inductor"))
-    os.environ.setdefault("TRITON_CACHE_DIR", str(caches / "triton"))
     return spec
 
 
