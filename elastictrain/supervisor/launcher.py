@@ -95,7 +95,7 @@ class Launcher:
         }
         # Without a limit every rank of a node would take all its cores; a rank sets its own share of threads.
         env.setdefault("OMP_NUM_THREADS", "1")
-        # What one incarnation has compiled, the next one finds. (torch chooses when it is imported, so it is told here.)
+        # What one incarnation has compiled, the next one finds. torch chooses at its import, so it is told here.
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(self._state_dir / COMPILE_CACHE_DIR / "inductor"))
         env.setdefault("TRITON_CACHE_DIR", str(self._state_dir / COMPILE_CACHE_DIR / "triton"))
         command = [sys.executable, "-m", "elastictrain.training.launcher", str(its.fileno()), str(self._grace_s)]
