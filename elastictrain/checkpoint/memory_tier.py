@@ -11,23 +11,18 @@ the slot that holds the newest snapshot is never written to.
 Each slot's `lock` is flocked: exclusively while a writer fills the slot, shared while somebody reads it (the
 persister; also one whose parent has died). A third slot is made only where the newest snapshot and the one that is
 being persisted hold the first two.
-
-Mappings are kept from one snapshot to the next: the kernel gives each page once, and from then on a snapshot is a
-memory copy.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
-import mmap
 import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,6 +37,7 @@ from elastictrain.checkpoint.format import (
     Manifest,
     digest,
 )
+from elastictrain.checkpoint.memory_slot import Slot, allocated_bytes, free_bytes, mib, no_room
 from elastictrain.checkpoint.memory_snapshot import LOCK_FILE, MemorySnapshot
 from elastictrain.errors import MemoryTierError, SnapshotError
 
@@ -60,18 +56,6 @@ class Declined:
     reason: str
 
 
-@dataclass
-class _Slot:
-    """A slot of this process: descriptors that stay open, mappings that are reused."""
-
-    path: Path
-    folder_fd: int
-    lock_fd: int
-    layouts: dict[str, Layout] = field(default_factory=dict)
-    views: dict[str, memoryview] = field(default_factory=dict)
-    inodes: dict[str, int] = field(default_factory=dict)
-
-
 class SlotWriter:
     """A slot that is being filled. Ends with `commit` or `abort`; forgetting both leaves the slot locked.
 
@@ -80,7 +64,7 @@ class SlotWriter:
     so views onto it can be kept.
     """
 
-    def __init__(self, tier: MemoryTier, slot: _Slot) -> None:
+    def __init__(self, tier: MemoryTier, slot: Slot) -> None:
         self._tier = tier
         self._slot = slot
         self._ended = False
@@ -134,7 +118,7 @@ class SlotWriter:
             safefs.replace_file(slot.folder_fd, MANIFEST_FILE, slot.path, manifest.encoded)
             faults.point("memory.committed")
         except OSError as error:
-            raise _no_room(error, slot.path) from error
+            raise no_room(error, slot.path) from error
         finally:
             self._end()
         snapshot = MemorySnapshot(slot.path, manifest)
@@ -148,7 +132,7 @@ class SlotWriter:
     def _end(self) -> None:
         if not self._ended:
             self._ended = True
-            fcntl.flock(self._slot.lock_fd, fcntl.LOCK_UN)
+            self._slot.unlock()
 
 
 class MemoryTier:
@@ -168,7 +152,7 @@ class MemoryTier:
         self._base = base.absolute() if base is not None else self.root.parent
         self._parts = self.root.relative_to(self._base).parts
         self._budget_bytes = budget_bytes
-        self._slots: dict[str, _Slot] = {}
+        self._slots: dict[str, Slot] = {}
         self._root_fd: int | None = None
         self.newest: MemorySnapshot | None = None
         """The snapshot whose slot is not written to: the last one committed here. Before the first, it can be set to
@@ -200,32 +184,20 @@ class MemoryTier:
         size_bytes = sum(layout.size_bytes for layout in layouts.values())
         if self._budget_bytes is not None and 2 * size_bytes > self._budget_bytes:
             raise MemoryTierError(
-                f"two snapshots of {_mib(size_bytes)} MiB do not fit into checkpoint.memory_budget_mb = "
+                f"two snapshots of {mib(size_bytes)} MiB do not fit into checkpoint.memory_budget_mb = "
                 f"{self._budget_bytes >> 20}",
                 "Raise it, or set checkpoint.memory_tier = false.",
             )
         try:
             slot = self._take_slot(layouts, size_bytes)
         except OSError as error:
-            raise _no_room(error, self.root) from error
+            raise no_room(error, self.root) from error
         if isinstance(slot, Declined):
             return slot
         try:
-            _check_space(slot, size_bytes)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(MANIFEST_FILE, dir_fd=slot.folder_fd)
-            faults.point("memory.unpublished")
-            self._map(slot, layouts)
-            faults.point("memory.allocated")
-        except OSError as error:
-            _forget(slot)
-            for name in layouts:  # half a slot only takes room
-                with contextlib.suppress(OSError):
-                    os.unlink(name, dir_fd=slot.folder_fd)
-            fcntl.flock(slot.lock_fd, fcntl.LOCK_UN)
-            raise _no_room(error, slot.path) from error
+            slot.prepare(layouts, size_bytes)
         except BaseException:
-            fcntl.flock(slot.lock_fd, fcntl.LOCK_UN)
+            slot.unlock()
             raise
         return SlotWriter(self, slot)
 
@@ -280,15 +252,13 @@ class MemoryTier:
     def close(self) -> None:
         """Lets go of all mappings and descriptors; snapshots stay."""
         for slot in self._slots.values():
-            _forget(slot)
-            os.close(slot.folder_fd)
-            os.close(slot.lock_fd)
+            slot.close()
         self._slots.clear()
         if self._root_fd is not None:
             os.close(self._root_fd)
             self._root_fd = None
 
-    def _take_slot(self, layouts: Mapping[str, Layout], size_bytes: int) -> _Slot | Declined:
+    def _take_slot(self, layouts: Mapping[str, Layout], size_bytes: int) -> Slot | Declined:
         """An exclusively locked slot: an empty one if there is, else the one with the oldest snapshot."""
         if self._root_fd is None:
             self._root_fd = safefs.open_folder(self._base, self._parts, create=True)
@@ -297,7 +267,7 @@ class MemoryTier:
         newest = self.newest or next(iter(self.snapshots()), None)
         protected = newest.path.name if newest is not None else None
         names = [f"slot-{index}" for index in range(MAX_SLOTS)]
-        existing = [name for name in names[2:] if _allocated_bytes(self.root / name)]
+        existing = [name for name in names[2:] if allocated_bytes(self.root / name)]
         usual = [name for name in [*names[:2], *existing] if name != protected]
         # Oldest first; a slot without a complete snapshot before all.
         for name in sorted(usual, key=lambda name: -held.get(name, len(names))):
@@ -306,61 +276,25 @@ class MemoryTier:
         extra = [name for name in names[2:] if name not in existing]
         if not extra:
             return Declined("storage does not keep up: all slots hold snapshots that are not yet persisted")
-        allocated = sum(_allocated_bytes(self.root / name) for name in names)
+        allocated = sum(allocated_bytes(self.root / name) for name in names)
         if self._budget_bytes is not None and allocated + size_bytes > self._budget_bytes:
             return Declined(
-                f"storage does not keep up, and a third slot of {_mib(size_bytes)} MiB would exceed "
+                f"storage does not keep up, and a third slot of {mib(size_bytes)} MiB would exceed "
                 f"checkpoint.memory_budget_mb = {self._budget_bytes >> 20}"
             )
-        if (available := _free_bytes(self._root_fd)) < size_bytes:
+        if (available := free_bytes(self._root_fd)) < size_bytes:
             return Declined(
-                f"storage does not keep up, and there is no room for a third slot: {_mib(size_bytes)} MiB needed, "
+                f"storage does not keep up, and there is no room for a third slot: {mib(size_bytes)} MiB needed, "
                 f"{available >> 20} available"
             )
         return self._lock_slot(extra[0]) or Declined("storage does not keep up")
 
-    def _lock_slot(self, name: str) -> _Slot | None:
+    def _lock_slot(self, name: str) -> Slot | None:
         slot = self._slots.get(name)
         if slot is None:
             assert self._root_fd is not None
-            path = self.root / name
-            folder = safefs.open_subfolder(self._root_fd, name, path, create=True)
-            assert folder is not None
-            try:
-                lock = safefs.open_file(folder, LOCK_FILE, path, os.O_RDWR | os.O_CREAT)
-            except BaseException:
-                os.close(folder)
-                raise
-            slot = self._slots[name] = _Slot(path, folder, lock)
-        try:
-            fcntl.flock(slot.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return None
-        return slot
-
-    def _map(self, slot: _Slot, layouts: Mapping[str, Layout]) -> None:
-        """Makes the slot's files, and only those, and maps them."""
-        keep = {*layouts, LOCK_FILE}
-        for name in os.listdir(slot.folder_fd):  # noqa: PTH208 - through a descriptor
-            if name not in keep:
-                os.unlink(name, dir_fd=slot.folder_fd)
-        for name in [name for name in slot.views if name not in layouts]:
-            _forget(slot, name)
-        for name, layout in layouts.items():
-            known = slot.layouts.get(name)
-            if known is None or known.header != layout.header or not _is_same_file(slot, name, layout.size_bytes):
-                _forget(slot, name)
-                fd = safefs.open_file(slot.folder_fd, name, slot.path, os.O_RDWR | os.O_CREAT)
-                with safefs.closing(fd):
-                    os.ftruncate(fd, layout.size_bytes)
-                    # Pages are given here: a full tmpfs shows as an error now, not as SIGBUS in the copy.
-                    os.posix_fallocate(fd, 0, layout.size_bytes)
-                    mapping = mmap.mmap(fd, layout.size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-                    slot.inodes[name] = os.fstat(fd).st_ino
-                slot.layouts[name], slot.views[name] = layout, memoryview(mapping)
-            slot.views[name][: len(layout.header)] = layout.header
-        slot.layouts = {name: slot.layouts[name] for name in layouts}
-        slot.views = {name: slot.views[name] for name in layouts}
+            slot = self._slots[name] = Slot.open(self._root_fd, self.root / name)
+        return slot if slot.lock() else None
 
     def _read_slots(self) -> tuple[list[MemorySnapshot], list[tuple[Path, Damage]]]:
         snapshots: list[MemorySnapshot] = []
@@ -393,36 +327,6 @@ class MemoryTier:
         return snapshots, damaged
 
 
-def _is_same_file(slot: _Slot, name: str, size_bytes: int) -> bool:
-    """Whether the mapped file is still the one in the folder, at full size."""
-    try:
-        status = os.stat(name, dir_fd=slot.folder_fd, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return status.st_ino == slot.inodes[name] and status.st_size == size_bytes
-
-
-def _check_space(slot: _Slot, size_bytes: int) -> None:
-    """Raises MemoryTierError where the file system has not enough room: before the slot's old snapshot is given up."""
-    available = _free_bytes(slot.folder_fd) + _allocated_bytes(slot.path)
-    if available < size_bytes:
-        raise _no_room(OSError(errno.ENOSPC, f"{_mib(size_bytes)} MiB needed, {available >> 20} available"), slot.path)
-
-
-def _free_bytes(fd: int) -> int:
-    system = os.fstatvfs(fd)
-    return system.f_bavail * system.f_frsize
-
-
-def _forget(slot: _Slot, name: str | None = None) -> None:
-    """Drops mappings; they go once nobody has a view onto them."""
-    for table in (slot.layouts, slot.views, slot.inodes):
-        if name is None:
-            table.clear()
-        else:
-            table.pop(name, None)
-
-
 def _remove_slot(root_fd: int, name: str, path: Path, deadline: float) -> bool:
     """Removes one entry of the root; False if somebody reads it."""
     folder = safefs.open_subfolder(root_fd, name, path, create=False)
@@ -445,21 +349,3 @@ def _remove_slot(root_fd: int, name: str, path: Path, deadline: float) -> bool:
                 os.unlink(file, dir_fd=folder)
     os.rmdir(name, dir_fd=root_fd)
     return True
-
-
-def _allocated_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else 0
-
-
-def _mib(size_bytes: int) -> int:
-    return -(-size_bytes >> 20)
-
-
-def _no_room(error: OSError, path: Path) -> MemoryTierError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
-        return MemoryTierError(
-            f"{path} has no room for a snapshot: {error.strerror}",
-            "Free memory or enlarge the tmpfs, name another with checkpoint.memory_path, or set "
-            "checkpoint.memory_tier = false.",
-        )
-    return MemoryTierError(f"{path} cannot be written: {error.strerror or error}")

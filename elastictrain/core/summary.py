@@ -13,14 +13,15 @@ lost then: how long a hung group had stood still, and the steps that the next in
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, cast
+from typing import Any
 
 from elastictrain.core.events import Event, Kind, Moment
+from elastictrain.core.history import History, Life
 from elastictrain.core.lifecycle import State
+from elastictrain.core.readings import finite, first_known, integer, number, text
 from elastictrain.core.status import (
     ACTIVE,
     Daemon,
@@ -39,76 +40,6 @@ MAX_RESTARTS = 100
 _AWAY = frozenset({State.STOPPED, State.DRAINED, State.HALTED, State.COMPLETED})
 _STAMPS = frozenset({"event", "level", "timestamp", "rank", "incarnation", "step"})
 """Keys of an evaluation's event that are no values of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Accounts:
-    """Where the time went, in seconds."""
-
-    useful_s: float = 0.0
-    lost_s: float = 0.0
-    overhead_s: float = 0.0
-    away_s: float = 0.0
-
-    @property
-    def wall_s(self) -> float:
-        return self.useful_s + self.lost_s + self.overhead_s
-
-    @property
-    def total_s(self) -> float:
-        return self.wall_s + self.away_s
-
-
-@dataclass(frozen=True, slots=True)
-class Life:
-    """The current or last incarnation's training.
-
-    Args:
-        first_step: global step it began at.
-        reached_step: global step it has reached.
-        useful_s: time it trained.
-    """
-
-    first_step: int = 0
-    reached_step: int = 0
-    useful_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class History:
-    """All that the events so far say. The empty history is that of a job that never started."""
-
-    last: Moment | None = None
-    state: State = State.NOT_RUNNING
-    reason: str = "it has never been started"
-    pid: int | None = None
-    version: str | None = None
-    incarnation: int | None = None
-    alive: bool = False
-    """The incarnation has started and not ended."""
-    world_size: int | None = None
-    global_step: int | None = None
-    max_steps: int | None = None
-    steps_per_s: Number | None = None
-    samples_per_s: Number | None = None
-    tokens_per_s: Number | None = None
-    loss: Number | None = None
-    evaluation: Evaluated | None = None
-    in_memory: tuple[int, Moment] | None = None
-    durable: tuple[int, Moment] | None = None
-    restarts: tuple[Restart, ...] = ()
-    num_restarts: int = 0
-    num_incidents: int = 0
-    accounts: Accounts = Accounts()
-    life: Life = Life()
-    failure: str | None = None
-    """What went wrong since ranks last trained, first cause."""
-    failed_rank: int | None = None
-    incident: str | None = None
-    open_restart: Restart | None = None
-    """The incarnation that ended last, until ranks train again."""
-    open_lost_s: float = 0.0
-    """Lost since ranks last trained."""
 
 
 def fold(events: Iterable[Event], history: History | None = None) -> History:
@@ -130,33 +61,33 @@ def advance(history: History, event: Event) -> History:
         case Kind.SUPERVISOR_STARTED:
             return _supervisor_started(history, event, is_orphan)
         case Kind.INCARNATION_STARTED:
-            number = _int(f, "incarnation")
+            incarnation = integer(f, "incarnation")
             state = State.RECOVERING if history.state is State.RECOVERING else State.STARTING
-            who = f"incarnation {number if number is not None else '?'}"
+            who = f"incarnation {incarnation if incarnation is not None else '?'}"
             return replace(
                 history,
                 state=state,
                 reason=f"{who} starts" + (f", after: {history.failure}" if history.failure else ""),
-                incarnation=number if number is not None else history.incarnation,
-                world_size=_or(_int(f, "world_size"), history.world_size),
+                incarnation=first_known(incarnation, history.incarnation),
+                world_size=first_known(integer(f, "world_size"), history.world_size),
                 alive=True,
             )
         case Kind.RANKS_TRAINING:
             return _training(history, f)
         case Kind.RESTORED:
-            return replace(history, global_step=_or(_int(f, "global_step", "at_step"), history.global_step))
+            return replace(history, global_step=first_known(integer(f, "global_step", "at_step"), history.global_step))
         case Kind.PROGRESS:
             return _progress(history, f)
         case Kind.SNAPSHOT_TAKEN:
-            step = _int(f, "at_step", "global_step", "step")
+            step = integer(f, "at_step", "global_step", "step")
             return replace(history, in_memory=(step, event.moment)) if step is not None else history
         case Kind.SNAPSHOT_DURABLE:
-            step = _int(f, "at_step", "global_step", "step")
+            step = integer(f, "at_step", "global_step", "step")
             return replace(history, durable=(step, event.moment)) if step is not None else history
         case Kind.EVALUATED:
-            numbers = {str(key): _number(f, key) for key in f if key not in _STAMPS}
-            values = {key: number for key, number in numbers.items() if number is not None}
-            return replace(history, evaluation=Evaluated(step=_int(f, "step", "global_step"), values=values))
+            numbers = {str(key): number(f, key) for key in f if key not in _STAMPS}
+            values = {key: value for key, value in numbers.items() if value is not None}
+            return replace(history, evaluation=Evaluated(step=integer(f, "step", "global_step"), values=values))
         case Kind.RANK_FAILED:
             return _rank_failed(history, f)
         case Kind.INCIDENT_OPENED:
@@ -164,22 +95,22 @@ def advance(history: History, event: Event) -> History:
         case Kind.INCARNATION_ENDED:
             return _incarnation_ended(history, event)
         case Kind.RESTART_PLANNED:
-            why = _text(f, "reason") or history.failure or "a worker group failed"
-            delay_s = _finite(f, "delay_s")
+            why = text(f, "reason") or history.failure or "a worker group failed"
+            delay_s = finite(f, "delay_s")
             when = f"; starts again in {delay_s:.0f} s" if delay_s is not None and delay_s >= 1 else ""
             return replace(history, state=State.RECOVERING, reason=why + when, failure=history.failure or why)
         case Kind.HALTED:
             history = _close_restart(history, resumed_step=None)
-            reason = _text(f, "reason") or history.failure or "no reason was given"
+            reason = text(f, "reason") or history.failure or "no reason was given"
             return replace(history, state=State.HALTED, reason=reason, alive=False)
         case Kind.COMPLETED:
             reached = history.max_steps if history.max_steps is not None else history.global_step
-            history = replace(_orderly(history), global_step=_or(_int(f, "global_step"), reached))
-            return replace(history, state=State.COMPLETED, reason=_text(f, "reason") or "all steps are done")
+            history = replace(_orderly(history), global_step=first_known(integer(f, "global_step"), reached))
+            return replace(history, state=State.COMPLETED, reason=text(f, "reason") or "all steps are done")
         case Kind.STOPPED:
-            return replace(_orderly(history), state=State.STOPPED, reason=_text(f, "reason") or "on request")
+            return replace(_orderly(history), state=State.STOPPED, reason=text(f, "reason") or "on request")
         case Kind.DRAINED:
-            return replace(_orderly(history), state=State.DRAINED, reason=_text(f, "reason") or "on request")
+            return replace(_orderly(history), state=State.DRAINED, reason=text(f, "reason") or "on request")
         case _:
             return history
 
@@ -216,8 +147,8 @@ def describe(
         state, reason = State.NOT_RUNNING, f"the supervisor is gone; its last word was {history.state}: {reason}"
     if view is not None:
         state, reason = view.state, view.reason or reason
-    global_step = _or(view.global_step if view is not None else None, history.global_step)
-    max_steps = _or(view.max_steps if view is not None else None, history.max_steps)
+    global_step = first_known(view.global_step if view is not None else None, history.global_step)
+    max_steps = first_known(view.max_steps if view is not None else None, history.max_steps)
     open_restart = () if history.open_restart is None else (_settled(history, history.open_restart, None),)
     restarts = (*history.restarts, *open_restart)[-MAX_RESTARTS:]
     accounts = history.accounts
@@ -236,8 +167,8 @@ def describe(
         loss=history.loss,
         eta_s=_eta_s(state, global_step, max_steps, history.steps_per_s),
         evaluation=history.evaluation,
-        incarnation=_or(view.incarnation if view is not None else None, history.incarnation),
-        world_size=_or(view.world_size if view is not None else None, history.world_size),
+        incarnation=first_known(view.incarnation if view is not None else None, history.incarnation),
+        world_size=first_known(view.world_size if view is not None else None, history.world_size),
         ranks=list(view.ranks) if view is not None else [],
         snapshots=Snapshots(memory=_age(history.in_memory, now), durable=_age(history.durable, now)),
         num_restarts=history.num_restarts + len(open_restart),
@@ -284,8 +215,8 @@ def _take_back(history: History, seconds: float) -> History:
 def _supervisor_started(history: History, event: Event, is_orphan: bool) -> History:
     history = replace(
         history,
-        pid=_int(event.fields, "pid"),
-        version=_text(event.fields, "version") or None,
+        pid=integer(event.fields, "pid"),
+        version=text(event.fields, "version") or None,
         alive=False,
     )
     if not is_orphan:
@@ -299,7 +230,7 @@ def _supervisor_started(history: History, event: Event, is_orphan: bool) -> Hist
 
 
 def _training(history: History, f: Mapping[str, Any]) -> History:
-    step = _int(f, "global_step", "step")
+    step = integer(f, "global_step", "step")
     life = history.life
     if step is not None and life.reached_step > step and life.reached_step > life.first_step:
         redone = min(1.0, (life.reached_step - step) / (life.reached_step - life.first_step))
@@ -310,8 +241,8 @@ def _training(history: History, f: Mapping[str, Any]) -> History:
         history,
         state=State.TRAINING,
         reason=f"training since step {start}",
-        incarnation=_or(_int(f, "incarnation"), history.incarnation),
-        global_step=_or(step, history.global_step),
+        incarnation=first_known(integer(f, "incarnation"), history.incarnation),
+        global_step=first_known(step, history.global_step),
         alive=True,
         life=Life(first_step=start, reached_step=start),
         failure=None,
@@ -322,8 +253,8 @@ def _training(history: History, f: Mapping[str, Any]) -> History:
 
 
 def _progress(history: History, f: Mapping[str, Any]) -> History:
-    step = _int(f, "step", "global_step")
-    if _or(_int(f, "incarnation"), history.incarnation) != history.incarnation:
+    step = integer(f, "step", "global_step")
+    if first_known(integer(f, "incarnation"), history.incarnation) != history.incarnation:
         return history  # a late word of an earlier incarnation
     if step is not None:
         life = replace(history.life, reached_step=max(history.life.reached_step, step))
@@ -333,20 +264,20 @@ def _progress(history: History, f: Mapping[str, Any]) -> History:
         history = replace(history, state=State.TRAINING, reason="training", failure=None, failed_rank=None)
     return replace(
         history,
-        max_steps=_or(_int(f, "max_steps"), history.max_steps),
-        steps_per_s=_number(f, "steps_per_s"),
-        samples_per_s=_number(f, "samples_per_s"),
-        tokens_per_s=_number(f, "tokens_per_s"),
-        loss=_number(f, "loss"),
+        max_steps=first_known(integer(f, "max_steps"), history.max_steps),
+        steps_per_s=number(f, "steps_per_s"),
+        samples_per_s=number(f, "samples_per_s"),
+        tokens_per_s=number(f, "tokens_per_s"),
+        loss=number(f, "loss"),
     )
 
 
 def _rank_failed(history: History, f: Mapping[str, Any]) -> History:
     if history.failure is not None or f.get("secondary") is True:
         return history  # a consequence
-    rank = _int(f, "rank")
+    rank = integer(f, "rank")
     who = f"rank {rank}" if rank is not None else "a rank"
-    words = f"{who} failed: {_text(f, 'cause', 'what', 'kind') or 'no cause is known'}"
+    words = f"{who} failed: {text(f, 'cause', 'what', 'kind') or 'no cause is known'}"
     state = State.RECOVERING if history.state in (State.TRAINING, State.STARTING) else history.state
     return replace(history, failure=words, failed_rank=rank, state=state, reason=words)
 
@@ -355,38 +286,38 @@ def _incident(history: History, f: Mapping[str, Any]) -> History:
     ranks = f.get("ranks")
     named = ", ".join(str(rank) for rank in ranks) if isinstance(ranks, list | tuple) else ""
     who = f"rank {named}" if named else "a rank"
-    stood_still_s = _finite(f, "stood_still_s")
+    stood_still_s = finite(f, "stood_still_s")
     how_long = f" for {stood_still_s:.1f} s" if stood_still_s is not None else ""
-    kind, phase = _text(f, "kind") or "hang", _text(f, "phase")
+    kind, phase = text(f, "kind") or "hang", text(f, "phase")
     words = f"{kind}: {who} stood still{how_long}" + (f" in {phase}" if phase else "")
     if history.state is State.TRAINING and stood_still_s is not None:
         history = _take_back(history, stood_still_s)
-    first = _int({"rank": ranks[0]}, "rank") if isinstance(ranks, list | tuple) and ranks else None
+    first = integer({"rank": ranks[0]}, "rank") if isinstance(ranks, list | tuple) and ranks else None
     return replace(
         history,
         num_incidents=history.num_incidents + 1,
-        incident=_text(f, "incident") or history.incident,
+        incident=text(f, "incident") or history.incident,
         state=State.RECOVERING if history.state in (State.TRAINING, State.STARTING) else history.state,
         failure=history.failure or words,
-        failed_rank=_or(history.failed_rank, first),
+        failed_rank=first_known(history.failed_rank, first),
         reason=words,
     )
 
 
 def _incarnation_ended(history: History, event: Event) -> History:
     f = event.fields
-    step = _int(f, "global_step", "step")
+    step = integer(f, "global_step", "step")
     if step is not None:
         life = replace(history.life, reached_step=max(history.life.reached_step, step))
         history = replace(history, life=life, global_step=step)
     if history.open_restart is not None:  # it ended before its ranks trained
         history = _close_restart(history, resumed_step=None)
-    number = _or(_int(f, "incarnation"), history.incarnation)
-    cause = _text(f, "cause") or history.failure or "no cause is known"
-    history = replace(history, alive=False, open_restart=_restart(history, event.moment, number, cause))
+    incarnation = first_known(integer(f, "incarnation"), history.incarnation)
+    cause = text(f, "cause") or history.failure or "no cause is known"
+    history = replace(history, alive=False, open_restart=_restart(history, event.moment, incarnation, cause))
     if history.state in (State.STOPPING, State.DRAINING, *_AWAY):
         return history
-    return replace(history, state=State.RECOVERING, reason=f"incarnation {number} ended: {cause}")
+    return replace(history, state=State.RECOVERING, reason=f"incarnation {incarnation} ended: {cause}")
 
 
 def _restart(history: History, moment: Moment, incarnation: int | None, cause: str) -> Restart:
@@ -448,43 +379,3 @@ def _iso(time_s: float) -> str:
         return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="milliseconds")
     except (OverflowError, ValueError, OSError):
         return datetime.fromtimestamp(0, UTC).isoformat(timespec="milliseconds")
-
-
-def _or(value: int | None, fallback: int | None) -> int | None:
-    return value if value is not None else fallback
-
-
-def _int(fields: Mapping[str, Any], *names: str) -> int | None:
-    for name in names:
-        value = fields.get(name)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return None
-
-
-def _text(fields: Mapping[str, Any], *names: str) -> str:
-    for name in names:
-        value = fields.get(name)
-        if isinstance(value, str | int) and not isinstance(value, bool) and str(value):
-            return str(value)
-    return ""
-
-
-def _finite(fields: Mapping[str, Any], name: str) -> float | None:
-    value = _number(fields, name)
-    return value if isinstance(value, float) else None
-
-
-def _number(fields: Mapping[str, Any], name: str) -> Number | None:
-    value = fields.get(name)
-    if value in ("NaN", "Infinity", "-Infinity"):
-        return cast(Number, value)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return "Infinity" if value > 0 else "-Infinity"
-    if math.isfinite(number):
-        return number
-    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"

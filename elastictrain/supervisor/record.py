@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from elastictrain.core.events import Event, Moment
+from elastictrain.core.history import History
 from elastictrain.core.status import JournalHealth, Status, SupervisorView
-from elastictrain.core.summary import History, advance, describe, fold
+from elastictrain.core.summary import advance, describe, fold
 from elastictrain.errors import StorageError
 from elastictrain.protocol import JOURNAL_FILE
 from elastictrain.supervisor.journal import Journal, JournalReader, read_clock

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.core.events import Event, Kind, Moment
+from elastictrain.core.history import History
 from elastictrain.core.lifecycle import State
 from elastictrain.core.status import EXIT_CODES, RankView, Status, SupervisorView
-from elastictrain.core.summary import MAX_RESTARTS, History, advance, describe, fold
+from elastictrain.core.summary import MAX_RESTARTS, advance, describe, fold
 from elastictrain.supervisor.schema import status_schema
 
 BOOT = "boot-1"

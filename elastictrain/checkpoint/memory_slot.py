@@ -1,0 +1,163 @@
+"""One slot of the memory tier as its writer holds it: a folder, its lock, the files and their mappings.
+
+Mappings are kept from one snapshot to the next: the kernel gives each page once, and from then on a snapshot is a
+memory copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from elastictrain.checkpoint import faults, safefs
+from elastictrain.checkpoint.format import MANIFEST_FILE, Layout
+from elastictrain.checkpoint.memory_snapshot import LOCK_FILE
+from elastictrain.errors import MemoryTierError
+
+
+@dataclass
+class Slot:
+    """A slot of this process: descriptors that stay open, mappings that are reused.
+
+    Args:
+        path: its folder.
+        folder_fd: that folder.
+        lock_fd: its lock file.
+    """
+
+    path: Path
+    folder_fd: int
+    lock_fd: int
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    views: dict[str, memoryview] = field(default_factory=dict)
+    inodes: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, root_fd: int, path: Path) -> Slot:
+        """The slot of this folder of the root, made if missing. Raises OSError or UnsafePathError."""
+        folder = safefs.open_subfolder(root_fd, path.name, path, create=True)
+        assert folder is not None
+        try:
+            lock = safefs.open_file(folder, LOCK_FILE, path, os.O_RDWR | os.O_CREAT)
+        except BaseException:
+            os.close(folder)
+            raise
+        return cls(path, folder, lock)
+
+    def lock(self) -> bool:
+        """Takes it for writing; False if somebody reads it."""
+        try:
+            fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def unlock(self) -> None:
+        fcntl.flock(self.lock_fd, fcntl.LOCK_UN)
+
+    def prepare(self, layouts: Mapping[str, Layout], size_bytes: int) -> None:
+        """Gives up what it holds, and makes and maps these files, headers included.
+
+        Raises:
+            MemoryTierError: the file system has not enough room. Where that is known beforehand, what it holds stays.
+            UnsafePathError: a file is a link or somebody else's.
+        """
+        try:
+            self._check_space(size_bytes)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(MANIFEST_FILE, dir_fd=self.folder_fd)
+            faults.point("memory.unpublished")
+            self._map(layouts)
+            faults.point("memory.allocated")
+        except OSError as error:
+            self.forget()
+            for name in layouts:  # half a slot only takes room
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=self.folder_fd)
+            raise no_room(error, self.path) from error
+
+    def forget(self, name: str | None = None) -> None:
+        """Drops the mapping of a file, or all; they go once nobody has a view onto them."""
+        for table in (self.layouts, self.views, self.inodes):
+            if name is None:
+                table.clear()
+            else:
+                table.pop(name, None)
+
+    def close(self) -> None:
+        """Lets go of it; its snapshot stays."""
+        self.forget()
+        os.close(self.folder_fd)
+        os.close(self.lock_fd)
+
+    def _map(self, layouts: Mapping[str, Layout]) -> None:
+        """Makes the slot's files, and only those, and maps them."""
+        keep = {*layouts, LOCK_FILE}
+        for name in os.listdir(self.folder_fd):  # noqa: PTH208 - through a descriptor
+            if name not in keep:
+                os.unlink(name, dir_fd=self.folder_fd)
+        for name in [name for name in self.views if name not in layouts]:
+            self.forget(name)
+        for name, layout in layouts.items():
+            known = self.layouts.get(name)
+            if known is None or known.header != layout.header or not self._is_same_file(name, layout.size_bytes):
+                self.forget(name)
+                fd = safefs.open_file(self.folder_fd, name, self.path, os.O_RDWR | os.O_CREAT)
+                with safefs.closing(fd):
+                    os.ftruncate(fd, layout.size_bytes)
+                    # Pages are given here: a full tmpfs shows as an error now, not as SIGBUS in the copy.
+                    os.posix_fallocate(fd, 0, layout.size_bytes)
+                    mapping = mmap.mmap(fd, layout.size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+                    self.inodes[name] = os.fstat(fd).st_ino
+                self.layouts[name], self.views[name] = layout, memoryview(mapping)
+            self.views[name][: len(layout.header)] = layout.header
+        self.layouts = {name: self.layouts[name] for name in layouts}
+        self.views = {name: self.views[name] for name in layouts}
+
+    def _is_same_file(self, name: str, size_bytes: int) -> bool:
+        """Whether the mapped file is still the one in the folder, at full size."""
+        try:
+            status = os.stat(name, dir_fd=self.folder_fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return status.st_ino == self.inodes[name] and status.st_size == size_bytes
+
+    def _check_space(self, size_bytes: int) -> None:
+        """Raises where the file system has not enough room: before the old snapshot is given up."""
+        available = free_bytes(self.folder_fd) + allocated_bytes(self.path)
+        if available < size_bytes:
+            what = f"{mib(size_bytes)} MiB needed, {available >> 20} available"
+            raise no_room(OSError(errno.ENOSPC, what), self.path)
+
+
+def free_bytes(fd: int) -> int:
+    """Room in the file system of a folder."""
+    system = os.fstatvfs(fd)
+    return system.f_bavail * system.f_frsize
+
+
+def allocated_bytes(path: Path) -> int:
+    """What the files of a folder take."""
+    return sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else 0
+
+
+def mib(size_bytes: int) -> int:
+    """In MiB, rounded up."""
+    return -(-size_bytes >> 20)
+
+
+def no_room(error: OSError, path: Path) -> MemoryTierError:
+    """What a write to the tier failed of, in words that help."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
+        return MemoryTierError(
+            f"{path} has no room for a snapshot: {error.strerror}",
+            "Free memory or enlarge the tmpfs, name another with checkpoint.memory_path, or set "
+            "checkpoint.memory_tier = false.",
+        )
+    return MemoryTierError(f"{path} cannot be written: {error.strerror or error}")
