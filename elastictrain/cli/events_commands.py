@@ -114,9 +114,17 @@ def _print_event(event: dict[str, Any], *, as_json: bool) -> None:
 
 def brief(value: Any) -> str:
     """A value in a line of text."""
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return value if isinstance(value, str) else json.dumps(value)
+    match value:
+        case str():
+            return value
+        case float():
+            return f"{value:.4g}"
+        case dict():
+            return "{" + ", ".join(f"{key}: {brief(item)}" for key, item in value.items()) + "}"
+        case list() if any(isinstance(item, dict | list | float) for item in value):
+            return "[" + ", ".join(brief(item) for item in value) + "]"
+        case _:
+            return json.dumps(value)
 
 
 # ---- logs

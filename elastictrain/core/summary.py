@@ -94,6 +94,8 @@ class History:
     tokens_per_s: Number | None = None
     loss: Number | None = None
     evaluation: Evaluated | None = None
+    restored_step: int | None = None
+    """What the present incarnation began with; None until it has said so."""
     in_memory: tuple[int, Moment] | None = None
     durable: tuple[int, Moment] | None = None
     restarts: tuple[Restart, ...] = ()
@@ -139,12 +141,14 @@ def advance(history: History, event: Event) -> History:
                 reason=f"{who} starts" + (f", after: {history.failure}" if history.failure else ""),
                 incarnation=number if number is not None else history.incarnation,
                 world_size=_or(_int(f, "world_size"), history.world_size),
+                restored_step=None,
                 alive=True,
             )
         case Kind.RANKS_TRAINING:
             return _training(history, f)
         case Kind.RESTORED:
-            return replace(history, global_step=_or(_int(f, "global_step", "at_step"), history.global_step))
+            step = _int(f, "global_step", "at_step")
+            return replace(history, global_step=_or(step, history.global_step), restored_step=step)
         case Kind.PROGRESS:
             return _progress(history, f)
         case Kind.SNAPSHOT_TAKEN:
@@ -304,12 +308,14 @@ def _training(history: History, f: Mapping[str, Any]) -> History:
     if step is not None and life.reached_step > step and life.reached_step > life.first_step:
         redone = min(1.0, (life.reached_step - step) / (life.reached_step - life.first_step))
         history = _take_back(history, redone * life.useful_s)
-    history = _close_restart(history, resumed_step=step)
+    # By the time that every rank has done a step, and somebody has looked, they are some steps further.
+    begun = _or(history.restored_step, step)
+    history = _close_restart(history, resumed_step=begun)
     start = step if step is not None else (history.global_step or 0)
     return replace(
         history,
         state=State.TRAINING,
-        reason=f"training since step {start}",
+        reason=f"training since step {_or(begun, start)}",
         incarnation=_or(_int(f, "incarnation"), history.incarnation),
         global_step=_or(step, history.global_step),
         alive=True,

@@ -377,6 +377,10 @@ class Supervisor:
             await self._wait_for_change(ASK_INTERVAL_S)
 
     async def resume(self) -> None:
+        if self._state not in (State.HALTED, State.DRAINED):
+            raise IllegalTransitionError(
+                f"there is nothing to resume: the job is {self._state}", "Only a job that is halted or drained can be."
+            )
         self._move(Trigger.RESUME_ASKED, "asked to resume")
         self._failures.clear()
         self._error = None
