@@ -65,7 +65,9 @@ def show(
         names = ", ".join(name for name, _ in found) or "none"
         raise MissingInputError(f"there is no incident {number}", f"There are: {names}.")
     path = paths[-1]
-    files = sorted(p for p in path.rglob("*") if p.is_file() and p.name != _INCIDENT_FILE)
+    found_files = (p for p in path.rglob("*") if p.is_file() and p.name != _INCIDENT_FILE)
+    # What /proc says is long, and looked at last.
+    files = sorted(found_files, key=lambda p: (p.name.startswith("process-"), p))
     if as_json:
         evidence = {str(p.relative_to(path)): _read_text(p) for p in files}
         fields = {"incident": number, "path": str(path), **_read_incident(path), "evidence": evidence}

@@ -335,7 +335,10 @@ def _timeless(done: Finished) -> dict[str, object]:
 def test_nothing_heavy_is_loaded(stopped: Path) -> None:
     """What takes long to import is what `status` takes: a bound on names, since a bound on time would be no test."""
     for arguments, heavy in (
-        (["status", "alpha"], ("torch", "numpy", "pydantic", "typer", "structlog", "aiohttp", "asyncio", "fsspec")),
+        (
+            ["status", "alpha"],
+            ("torch", "numpy", "pydantic", "typer", "structlog", "aiohttp", "asyncio", "fsspec", "http.client"),
+        ),
         (["events", "alpha"], ("torch", "numpy", "structlog", "aiohttp", "fsspec")),
         (["status", "--help"], ("torch", "numpy", "structlog", "aiohttp", "fsspec")),
     ):
