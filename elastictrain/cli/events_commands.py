@@ -106,7 +106,9 @@ def _print_event(event: dict[str, Any], *, as_json: bool) -> None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time_s"]))
         millis = int(event["time_s"] % 1 * 1000)
         rest = "  ".join(
-            f"{key}={brief(value)}" for key, value in event.items() if key not in ("id", "time_s", "event")
+            f"{key}={brief(value)}"
+            for key, value in event.items()
+            if key not in ("id", "time_s", "event") and value != ""
         )
         typer.echo(f"{stamp}.{millis:03d}  {event['event']:<19}  {rest}".rstrip())
     sys.stdout.flush()

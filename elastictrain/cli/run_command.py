@@ -64,7 +64,7 @@ def run(
     ] = None,
     service: Annotated[
         bool,
-        typer.Option("--service", help="After a halt or a drain, stay up until told to resume or to stop."),
+        typer.Option("--service", help="After a halt, stay up until told to resume or to stop."),
     ] = False,
     output: Annotated[
         Output,

@@ -55,7 +55,7 @@ class Ending:
     """How the supervisor ended.
 
     Args:
-        state: COMPLETED, STOPPED, DRAINED or HALTED.
+        state: COMPLETED, STOPPED or HALTED.
         reason: in words.
         outcome: what rank zero wrote last; None if it did not.
         error: what to tell the caller, with its exit code, where the job was given up.
@@ -76,8 +76,8 @@ class Supervisor:
         state_dir: of the job.
         sink: keeps events.
         show: gets every line of the ranks, and what the supervisor has to say.
-        stay_up: after a halt or a drain, wait for `resume` or `stop` rather than end. A job that was halted before its
-            ranks ever trained ends all the same: its service has failed to start, and somebody waits to hear that.
+        stay_up: after a halt, wait for `resume` or `stop` rather than end. A job that was halted before its ranks ever
+            trained ends all the same: its service has failed to start, and somebody waits to hear that.
     """
 
     def __init__(
@@ -127,10 +127,9 @@ class Supervisor:
         clear_away(self._state_dir)  # what a supervisor that was killed has left
         self.emit("supervisor_started", pid=os.getpid(), version=__version__)
         while self._state not in lifecycle.FINAL:
+            if self._state is State.HALTED and not (self._stay_up and self._has_trained):
+                break
             if self._state in (State.HALTED, State.DRAINED):
-                never_ready = self._state is State.HALTED and not self._has_trained
-                if not self._stay_up or never_ready:
-                    break
                 await self._wait_for_change(None)
             else:
                 await self._live_once()
