@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import socket
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elastictrain.cli.job_dirs import JobDir
 from elastictrain.errors import BY_NAME, ElasticTrainError, NotRunningError
 from elastictrain.supervisor.address import connect, find_address
+
+if TYPE_CHECKING:
+    from http.client import HTTPResponse
 
 STATUS_TIMEOUT_S = 1.5
 """A supervisor that does not answer `status` for so long is passed over; the journal is read instead."""
@@ -66,14 +67,18 @@ class Daemon:
 
     def stream(self, path: str) -> Iterator[dict[str, Any]]:
         """The JSON lines of a streamed answer, until the supervisor ends it."""
+        from elastictrain.cli.unix_http import HTTPException
+
         try:
             response = self._request("GET", path, None, timeout_s=None)
             for line in response:
                 yield json.loads(line)
-        except (OSError, http.client.HTTPException, ValueError):
+        except (OSError, HTTPException, ValueError):
             return
 
     def _exchange(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
+        from elastictrain.cli.unix_http import HTTPException
+
         who = f"the supervisor of {self.job.name}" + (f" (process {self.pid})" if self.pid is not None else "")
         try:
             response = self._request(method, path, body, timeout_s)
@@ -84,30 +89,19 @@ class Daemon:
             raise UnresponsiveError(
                 f"{self.path} may not be used by this user", "Join the socket's group, or use sudo."
             ) from error
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, HTTPException, ValueError) as error:
             raise NotRunningError(f"{who} went away: {error}") from error
         if response.status >= 400:
             raise _as_error(decoded)
         return decoded
 
-    def _request(
-        self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float | None
-    ) -> http.client.HTTPResponse:
-        connection = _UnixConnection(self.path, timeout_s)
+    def _request(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float | None) -> HTTPResponse:
+        from elastictrain.cli.unix_http import UnixConnection
+
+        connection = UnixConnection(self.path, STATUS_TIMEOUT_S, timeout_s)
         text = json.dumps(body) if body is not None else None
         connection.request(method, path, text, {"Connection": "close", "Content-Type": "application/json"})
         return connection.getresponse()
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: Path, timeout_s: float | None) -> None:
-        super().__init__("localhost")
-        self._path = path
-        self._timeout_s = timeout_s
-
-    def connect(self) -> None:
-        self.sock: socket.socket = connect(self._path, STATUS_TIMEOUT_S)
-        self.sock.settimeout(self._timeout_s)
 
 
 def _as_error(decoded: Any) -> ElasticTrainError:

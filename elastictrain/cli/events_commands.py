@@ -106,7 +106,9 @@ def _print_event(event: dict[str, Any], *, as_json: bool) -> None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time_s"]))
         millis = int(event["time_s"] % 1 * 1000)
         rest = "  ".join(
-            f"{key}={brief(value)}" for key, value in event.items() if key not in ("id", "time_s", "event")
+            f"{key}={brief(value)}"
+            for key, value in event.items()
+            if key not in ("id", "time_s", "event") and value != ""
         )
         typer.echo(f"{stamp}.{millis:03d}  {event['event']:<19}  {rest}".rstrip())
     sys.stdout.flush()
@@ -114,9 +116,17 @@ def _print_event(event: dict[str, Any], *, as_json: bool) -> None:
 
 def brief(value: Any) -> str:
     """A value in a line of text."""
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return value if isinstance(value, str) else json.dumps(value)
+    match value:
+        case str():
+            return value
+        case float():
+            return f"{value:.4g}"
+        case dict():
+            return "{" + ", ".join(f"{key}: {brief(item)}" for key, item in value.items()) + "}"
+        case list() if any(isinstance(item, dict | list | float) for item in value):
+            return "[" + ", ".join(brief(item) for item in value) + "]"
+        case _:
+            return json.dumps(value)
 
 
 # ---- logs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _INCIDENT_FILE = "incident.json"
 _MAX_EVIDENCE_LINES = 200
+_NUM_FRAMES = 6
 
 app = typer.Typer(
     invoke_without_command=True, help="List hangs and failures that left evidence; show one's stacks and last lines."
@@ -43,8 +45,7 @@ def incidents(
     if not rows:
         typer.echo("No incidents.")
     for row in rows:
-        facts = "  ".join(f"{k}={brief(v)}" for k, v in row.items() if k not in ("incident", "path"))
-        typer.echo(f"{row['incident']:>6}  {facts or row['path']}")
+        typer.echo(f"{row['incident']:>6}  {_headline(row)}")
 
 
 @app.command()
@@ -64,15 +65,21 @@ def show(
         names = ", ".join(name for name, _ in found) or "none"
         raise MissingInputError(f"there is no incident {number}", f"There are: {names}.")
     path = paths[-1]
-    files = sorted(p for p in path.rglob("*") if p.is_file() and p.name != _INCIDENT_FILE)
+    found_files = (p for p in path.rglob("*") if p.is_file() and p.name != _INCIDENT_FILE)
+    # What /proc says is long, and looked at last.
+    files = sorted(found_files, key=lambda p: (p.name.startswith("process-"), p))
     if as_json:
         evidence = {str(p.relative_to(path)): _read_text(p) for p in files}
         fields = {"incident": number, "path": str(path), **_read_incident(path), "evidence": evidence}
         typer.echo(json.dumps(fields, indent=2))
         return
-    typer.echo(str(path))
-    for key, value in _read_incident(path).items():
-        typer.echo(f"{key.replace('_', ' '):<16} {brief(value)}")
+    fields = _read_incident(path)
+    typer.echo(f"incident {number}: {_headline(fields)}\n{path}\n")
+    for key, value in fields.items():
+        if key not in ("judged", "opened_at", "incident", "why"):
+            typer.echo(f"{key.replace('_', ' '):<16} {brief(value)}")
+    for judged in _judged(fields):
+        typer.echo(f"\n---- {judged}")
     for file in files:
         lines = _read_text(file).splitlines()
         typer.echo(f"\n---- {file.relative_to(path)}")
@@ -80,6 +87,30 @@ def show(
         if len(shown) < len(lines):
             typer.echo(f"[{len(lines) - len(shown)} lines before; --full shows them]")
         typer.echo("\n".join(shown))
+
+
+def _headline(fields: dict[str, Any]) -> str:
+    """When, what and who, in a line; of an incident that says none of this, whatever it says."""
+    opened_at, ranks = fields.get("opened_at"), fields.get("ranks")
+    if not isinstance(opened_at, int | float) or not isinstance(ranks, list):
+        return "  ".join(f"{k}={brief(v)}" for k, v in fields.items() if k not in ("incident", "path"))
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(opened_at))
+    who = "rank " + ", ".join(str(rank) for rank in ranks)
+    stood_s, limit_s = brief(fields.get("stood_still_s")), brief(fields.get("limit_s"))
+    group = f"incarnation {fields.get('incarnation')}"
+    return f"{when}  {fields.get('kind')}  {group}  {who}: {fields.get('why')}, for {stood_s} s (limit {limit_s} s)"
+
+
+def _judged(fields: dict[str, Any]) -> list[str]:
+    """What was found of each rank, and its main thread's innermost frames."""
+    found = []
+    for rank in fields.get("judged") or []:
+        if isinstance(rank, dict):
+            facts = f"rank {rank.get('rank')}, process {rank.get('pid')} ({rank.get('process')}): {rank.get('health')}"
+            where = f"step {rank.get('step')}, {rank.get('phase')}, for {brief(rank.get('stood_still_s'))} s"
+            frames = "".join(f"\n     {frame}" for frame in (rank.get("stack") or [])[:_NUM_FRAMES])
+            found.append(f"{facts}: {rank.get('why')}; {where}{frames}")
+    return found
 
 
 def _incidents(where: JobDir) -> list[tuple[str, Path]]:

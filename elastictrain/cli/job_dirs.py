@@ -40,8 +40,10 @@ class JobDir:
 def roots() -> list[Path]:
     """Where state directories lie: of runs by hand, of this user's services, of the machine's."""
     found = [DEFAULT_ROOT]
-    with contextlib.suppress(RuntimeError):  # a user without a home
-        found.append(Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "elastictrain")
+    # %S of a user's service manager: the second before systemd 254.
+    for variable, usual in (("XDG_STATE_HOME", ".local/state"), ("XDG_CONFIG_HOME", ".config")):
+        with contextlib.suppress(RuntimeError):  # a user without a home
+            found.append(Path(os.environ.get(variable) or Path.home() / usual) / "elastictrain")
     return [*found, SERVICE_STATE]
 
 

@@ -65,7 +65,7 @@ def run(
     ] = None,
     service: Annotated[
         bool,
-        typer.Option("--service", help="After a halt or a drain, stay up until told to resume or to stop."),
+        typer.Option("--service", help="After a halt, stay up until told to resume or to stop."),
     ] = False,
     output: Annotated[
         Output,

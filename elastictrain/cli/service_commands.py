@@ -68,9 +68,15 @@ def install(
             _tell("systemd-sysusers", str(base / "etc/sysusers.d/elastictrain.conf"))
             _tell("systemd-tmpfiles", "--create", str(base / "etc/tmpfiles.d/elastictrain.conf"))
         _tell(*_systemctl(user), "daemon-reload")
+    if root is None and not user and command is None:
+        _warn_of_hidden(installation.command)
     jobs_in = installation.jobs_in.replace("%E", "~/.config")
     systemctl = " ".join(_systemctl(user))
-    typer.echo(f"\nNext: put a job into {jobs_in}/NAME.toml, then\n\n    {systemctl} enable --now elastictrain@NAME")
+    typer.echo(
+        f"\nNext: put a job into {jobs_in}/NAME.toml, its task's module beside it, then\n\n"
+        f"    {systemctl} enable --now elastictrain@NAME    # returns when the ranks train\n"
+        "    elastictrain status NAME"
+    )
 
 
 @app.command()
@@ -123,6 +129,18 @@ def _base(user: bool, root: Path | None) -> Path:
     if not user:
         return Path("/")
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+
+
+def _warn_of_hidden(command: tuple[str, ...]) -> None:
+    from elastictrain.cli.service_units import hidden_part
+
+    hidden = hidden_part(command)
+    if hidden is not None:
+        typer.echo(
+            f"warning: the services will not start: they run as the user elastictrain, who may not enter {hidden}. "
+            "Install elastictrain where all may, such as /opt, and use its `service install`.",
+            err=True,
+        )
 
 
 def _systemctl(user: bool) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import sys
 from dataclasses import dataclass
 from importlib import resources
@@ -63,6 +64,16 @@ def this_installation() -> tuple[str, ...]:
     """How the elastictrain that runs now is started."""
     script = Path(sys.executable).with_name("elastictrain")
     return (str(script),) if script.exists() else (sys.executable, "-m", "elastictrain.cli.main")
+
+
+def hidden_part(words: tuple[str, ...]) -> Path | None:
+    """The first part of the way to a command, or to the Python that runs it, that other users may not enter; None if
+    there is none."""
+    for path in (Path(words[0]), Path(words[0]).resolve(), Path(sys.executable).resolve()):
+        for part in (*reversed(path.parents), path):
+            if part.exists() and not part.stat().st_mode & stat.S_IXOTH:
+                return part
+    return None
 
 
 def _template(name: str) -> str:

@@ -62,6 +62,8 @@ class History:
     tokens_per_s: Number | None = None
     loss: Number | None = None
     evaluation: Evaluated | None = None
+    restored_step: int | None = None
+    """What the present incarnation began with; None until it has said so."""
     in_memory: tuple[int, Moment] | None = None
     durable: tuple[int, Moment] | None = None
     restarts: tuple[Restart, ...] = ()

@@ -70,12 +70,14 @@ def advance(history: History, event: Event) -> History:
                 reason=f"{who} starts" + (f", after: {history.failure}" if history.failure else ""),
                 incarnation=first_known(incarnation, history.incarnation),
                 world_size=first_known(integer(f, "world_size"), history.world_size),
+                restored_step=None,
                 alive=True,
             )
         case Kind.RANKS_TRAINING:
             return _training(history, f)
         case Kind.RESTORED:
-            return replace(history, global_step=first_known(integer(f, "global_step", "at_step"), history.global_step))
+            step = integer(f, "global_step", "at_step")
+            return replace(history, global_step=first_known(step, history.global_step), restored_step=step)
         case Kind.PROGRESS:
             return _progress(history, f)
         case Kind.SNAPSHOT_TAKEN:
@@ -235,12 +237,14 @@ def _training(history: History, f: Mapping[str, Any]) -> History:
     if step is not None and life.reached_step > step and life.reached_step > life.first_step:
         redone = min(1.0, (life.reached_step - step) / (life.reached_step - life.first_step))
         history = _take_back(history, redone * life.useful_s)
-    history = _close_restart(history, resumed_step=step)
+    # By the time that every rank has done a step, and somebody has looked, they are some steps further.
+    begun = _or(history.restored_step, step)
+    history = _close_restart(history, resumed_step=begun)
     start = step if step is not None else (history.global_step or 0)
     return replace(
         history,
         state=State.TRAINING,
-        reason=f"training since step {start}",
+        reason=f"training since step {first_known(begun, start)}",
         incarnation=first_known(integer(f, "incarnation"), history.incarnation),
         global_step=first_known(step, history.global_step),
         alive=True,

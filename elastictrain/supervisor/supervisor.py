@@ -56,7 +56,7 @@ class Ending:
     """How the supervisor ended.
 
     Args:
-        state: COMPLETED, STOPPED, DRAINED or HALTED.
+        state: COMPLETED, STOPPED or HALTED.
         reason: in words.
         outcome: what rank zero wrote last; None if it did not.
         error: what to tell the caller, with its exit code, where the job was given up.
@@ -77,8 +77,8 @@ class Supervisor:
         state_dir: of the job.
         sink: keeps events.
         show: gets every line of the ranks, and what the supervisor has to say.
-        stay_up: after a halt or a drain, wait for `resume` or `stop` rather than end. A job that was halted before its
-            ranks ever trained ends all the same: its service has failed to start, and somebody waits to hear that.
+        stay_up: after a halt, wait for `resume` or `stop` rather than end. A job that was halted before its ranks ever
+            trained ends all the same: its service has failed to start, and somebody waits to hear that.
     """
 
     def __init__(
@@ -133,10 +133,9 @@ class Supervisor:
         self._launcher.open()
         try:
             while self._state not in lifecycle.FINAL:
+                if self._state is State.HALTED and not (self._stay_up and self._has_trained):
+                    break
                 if self._state in (State.HALTED, State.DRAINED):
-                    never_ready = self._state is State.HALTED and not self._has_trained
-                    if not self._stay_up or never_ready:
-                        break
                     await self._launcher.close()  # it may take long, and what is imported takes memory
                     if self._state in (State.HALTED, State.DRAINED):
                         await self._wait_for_change(None)
@@ -388,6 +387,10 @@ class Supervisor:
             await self._wait_for_change(ASK_INTERVAL_S)
 
     async def resume(self) -> None:
+        if self._state not in (State.HALTED, State.DRAINED):
+            raise IllegalTransitionError(
+                f"there is nothing to resume: the job is {self._state}", "Only a job that is halted or drained can be."
+            )
         self._move(Trigger.RESUME_ASKED, "asked to resume")
         self._failures.clear()
         self._error = None

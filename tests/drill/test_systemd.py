@@ -268,6 +268,19 @@ def test_a_halted_job_waits_for_a_person(machine: Container) -> None:
     assert machine.show(unit("doomed"))["Result"] == "success"
 
 
+def test_an_enabled_job_starts_at_boot_and_with_its_target(machine: Container) -> None:
+    """Nobody has to enable the target as well. The container itself boots no further than to basic.target."""
+    machine.run("systemctl", "enable", unit("doomed"))
+    for target in ("multi-user.target", "elastictrain.target"):
+        assert unit("doomed") in machine.show(target)["Wants"].split()
+
+
+def test_a_job_that_is_not_there_cannot_be_started(machine: Container) -> None:
+    failed = machine.run("sh", "-c", f"systemctl start {unit('nowhere')} 2>&1; echo $?")
+    assert failed.endswith("\n1"), failed
+    assert "nowhere" in failed
+
+
 def test_a_job_that_cannot_start_fails_once_and_says_why(machine: Container) -> None:
     failed = machine.run("sh", "-c", f"systemctl start {unit('broken')} 2>&1; echo $?")
     assert failed.endswith("\n1"), failed

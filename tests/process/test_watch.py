@@ -162,8 +162,10 @@ def test_the_same_step_again_and_again(tmp_path: Path) -> None:
     assert len(done.causes) == 3
 
 
-def test_never_as_far_as_a_step(tmp_path: Path) -> None:
-    done = play(tmp_path, (1, -1, "kill"), plan={"always": True}, max_failures=3)
+@pytest.mark.parametrize("stay_up", [False, True])
+def test_never_as_far_as_a_step(tmp_path: Path, stay_up: bool) -> None:
+    """A service that never trained has failed to start: it does not wait for a `resume`."""
+    done = play(tmp_path, (1, -1, "kill"), plan={"always": True}, max_failures=3, stay_up=stay_up)
     assert done.ending.state is State.HALTED
     assert "4 failures without progress" in done.ending.reason
 
@@ -194,7 +196,7 @@ def test_commands(tmp_path: Path) -> None:
         await until(lambda: supervisor.state is State.TRAINING)
         await supervisor.stop("enough")
 
-    done = play(tmp_path, steps=10**6, script=script, stay_up=True)
+    done = play(tmp_path, steps=10**6, script=script)
     assert done.ending.state is State.STOPPED
     assert [fields["reason"] for fields in done.fields("restart_planned")] == ["to see it work"]
     assert len(done.causes) == 3

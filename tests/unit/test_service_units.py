@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from elastictrain import errors
 from elastictrain.cli.service_commands import app
-from elastictrain.cli.service_units import Installation, write_reference
+from elastictrain.cli.service_units import Installation, hidden_part, write_reference
 from elastictrain.config.schema import CheckpointConfig
 from elastictrain.core.events import Kind
 from elastictrain.core.status import EXIT_CODES
@@ -114,6 +115,17 @@ def test_a_service_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert found["ExecStart"][0].startswith("/opt/et run %E/elastictrain/%i.toml ")
     shown = CliRunner().invoke(app, ["show", "--user", "--bin", "/opt/et"])
     assert str(tmp_path / "systemd/user/elastictrain@.service") in shown.output
+
+
+def test_a_place_that_the_services_may_not_enter_is_named() -> None:
+    # Not in pytest's own folder, which is closed itself.
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        command = place / "elastictrain"
+        command.touch(mode=0o755)
+        assert hidden_part((str(command),)) == place
+        place.chmod(0o755)
+        assert hidden_part((str(command),)) in (None, *Path(sys.executable).resolve().parents)
 
 
 def test_odd_places_are_quoted() -> None:

@@ -89,6 +89,20 @@ def test_a_failed_rank_is_the_reason_and_the_restart_says_what_it_cost() -> None
     assert (s.useful_s, s.lost_s) == (112, 8)
 
 
+def test_a_restart_resumes_where_its_ranks_began_not_where_they_were_first_seen() -> None:
+    story = trained().at(110, Kind.INCARNATION_ENDED, incarnation=1, cause="node lost", global_step=100)
+    story.at(112, Kind.INCARNATION_STARTED, incarnation=2, world_size=2)
+    story.at(114, Kind.RESTORED, rank=0, global_step=98, from_tier="memory")
+    s = story.at(116, Kind.RANKS_TRAINING, incarnation=2, global_step=103).status(116)
+    assert (s.restarts[0].resumed_step, s.global_step, s.reason) == (98, 103, "training since step 98")
+    # The next one has not said yet.
+    story.at(117, Kind.INCARNATION_ENDED, incarnation=2, cause="node lost", global_step=104)
+    story.at(118, Kind.INCARNATION_STARTED, incarnation=3, world_size=2)
+    assert (
+        story.at(119, Kind.RANKS_TRAINING, incarnation=3, global_step=100).status(119).restarts[1].resumed_step == 100
+    )
+
+
 def test_steps_that_are_done_again_are_lost() -> None:
     story = trained().at(110, Kind.INCARNATION_ENDED, incarnation=1, cause="node lost", global_step=100)
     s = story.at(112, Kind.RANKS_TRAINING, incarnation=2, global_step=60).status(112)
