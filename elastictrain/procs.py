@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,31 @@ def die_with_parent(parent_pid: int, signum: int = signal.SIGKILL) -> None:
     _prctl(_PR_SET_PDEATHSIG, int(signum))
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signum)
+
+
+def alarm_after_parent(parent_pid: int) -> None:
+    """Has the kernel end this process some time after its parent ended, whatever code it is stuck in by then.
+
+    A signal that Python handles does not end a process whose interpreter lock is held for ever. So the handler of
+    another signal is alarm(2) itself, which takes the number of the signal for seconds: SIGPWR, 30. What a process is
+    to be sent at its parent's death is a property of each thread (prctl(2)), so that it can be sent two signals. The
+    alarm's signal, SIGALRM, must have its default effect, and the timer is that of setitimer(2).
+
+    Args:
+        parent_pid: as `die_with_parent` takes.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal(signal.SIGPWR, ctypes.cast(libc.alarm, ctypes.c_void_p))
+    asked = threading.Event()
+
+    def ask_and_live() -> None:
+        die_with_parent(parent_pid, signal.SIGPWR)
+        asked.set()
+        threading.Event().wait()
+
+    threading.Thread(target=ask_and_live, name="parent", daemon=True).start()
+    asked.wait()
 
 
 def adopt_orphans() -> None:

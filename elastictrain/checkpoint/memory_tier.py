@@ -2,11 +2,12 @@
 
     <root>/slot-0/{lock, model.safetensors, ..., trainer.json, manifest.json}
     <root>/slot-1/...
+    <root>/lock
 
-One process writes (rank zero of the node). A snapshot is copied straight into mapped files of a slot: `begin` takes
-the manifest away and hands out the mappings, the caller fills them, `commit` hashes what is there and puts the new
-manifest in place by rename. A crash at any moment leaves that slot without a manifest, and the other slot as it was:
-the slot that holds the newest snapshot is never written to.
+One process writes: rank zero of the node; once ranks fail any of them, one after the other (`alone`). A snapshot is
+copied straight into mapped files of a slot: `begin` takes the manifest away and hands out the mappings, the caller
+fills them, `commit` hashes what is there and puts the new manifest in place by rename. A crash at any moment leaves
+that slot without a manifest, and the other slot as it was: the slot that holds the newest snapshot is never written to.
 
 Each slot's `lock` is flocked: exclusively while a writer fills the slot, shared while somebody reads it (the
 persister; also one whose parent has died). A third slot is made only where the newest snapshot and the one that is
@@ -26,7 +27,7 @@ import mmap
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -46,6 +47,8 @@ from elastictrain.checkpoint.memory_snapshot import LOCK_FILE, MemorySnapshot
 from elastictrain.errors import MemoryTierError, SnapshotError
 
 MAX_SLOTS = 3
+LOCK_POLL_S = 0.02
+"""flock(2) waits for ever or not at all: whoever waits for less looks this often."""
 _SLOT = re.compile(r"slot-\d")
 
 
@@ -229,6 +232,32 @@ class MemoryTier:
             raise
         return SlotWriter(self, slot)
 
+    @contextlib.contextmanager
+    def alone(self, timeout_s: float) -> Iterator[bool]:
+        """Keeps other processes that ask for the same out while it is open: one of several writers goes first.
+
+        Slots have locks of their own, so nothing is torn without it.
+
+        Args:
+            timeout_s: how long to wait for whoever is in. It may have been stopped, and must not hold up the others.
+
+        Yields:
+            whether we are alone.
+
+        Raises:
+            MemoryTierError: no room even for that, or the folder cannot be written.
+            UnsafePathError: a folder or file is a link or somebody else's.
+        """
+        try:
+            lock = safefs.open_file(self._open_root(), LOCK_FILE, self.root, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise _no_room(error, self.root) from error
+        deadline = time.monotonic() + timeout_s
+        with safefs.closing(lock):
+            while not (is_alone := _try_lock(lock)) and time.monotonic() < deadline:
+                time.sleep(LOCK_POLL_S)
+            yield is_alone
+
     def snapshots(self) -> list[MemorySnapshot]:
         """The complete snapshots, newest first."""
         return self._read_slots()[0]
@@ -288,11 +317,15 @@ class MemoryTier:
             os.close(self._root_fd)
             self._root_fd = None
 
-    def _take_slot(self, layouts: Mapping[str, Layout], size_bytes: int) -> _Slot | Declined:
-        """An exclusively locked slot: an empty one if there is, else the one with the oldest snapshot."""
+    def _open_root(self) -> int:
         if self._root_fd is None:
             self._root_fd = safefs.open_folder(self._base, self._parts, create=True)
             assert self._root_fd is not None
+        return self._root_fd
+
+    def _take_slot(self, layouts: Mapping[str, Layout], size_bytes: int) -> _Slot | Declined:
+        """An exclusively locked slot: an empty one if there is, else the one with the oldest snapshot."""
+        root_fd = self._open_root()
         held = {snapshot.path.name: place for place, snapshot in enumerate(self.snapshots())}
         newest = self.newest or next(iter(self.snapshots()), None)
         protected = newest.path.name if newest is not None else None
@@ -312,7 +345,7 @@ class MemoryTier:
                 f"storage does not keep up, and a third slot of {_mib(size_bytes)} MiB would exceed "
                 f"checkpoint.memory_budget_mb = {self._budget_bytes >> 20}"
             )
-        if (available := _free_bytes(self._root_fd)) < size_bytes:
+        if (available := _free_bytes(root_fd)) < size_bytes:
             return Declined(
                 f"storage does not keep up, and there is no room for a third slot: {_mib(size_bytes)} MiB needed, "
                 f"{available >> 20} available"
@@ -322,9 +355,8 @@ class MemoryTier:
     def _lock_slot(self, name: str) -> _Slot | None:
         slot = self._slots.get(name)
         if slot is None:
-            assert self._root_fd is not None
             path = self.root / name
-            folder = safefs.open_subfolder(self._root_fd, name, path, create=True)
+            folder = safefs.open_subfolder(self._open_root(), name, path, create=True)
             assert folder is not None
             try:
                 lock = safefs.open_file(folder, LOCK_FILE, path, os.O_RDWR | os.O_CREAT)
@@ -332,11 +364,7 @@ class MemoryTier:
                 os.close(folder)
                 raise
             slot = self._slots[name] = _Slot(path, folder, lock)
-        try:
-            fcntl.flock(slot.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return None
-        return slot
+        return slot if _try_lock(slot.lock_fd) else None
 
     def _map(self, slot: _Slot, layouts: Mapping[str, Layout]) -> None:
         """Makes the slot's files, and only those, and maps them."""
@@ -409,6 +437,14 @@ def _check_space(slot: _Slot, size_bytes: int) -> None:
         raise _no_room(OSError(errno.ENOSPC, f"{_mib(size_bytes)} MiB needed, {available >> 20} available"), slot.path)
 
 
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def _free_bytes(fd: int) -> int:
     system = os.fstatvfs(fd)
     return system.f_bavail * system.f_frsize
@@ -431,14 +467,10 @@ def _remove_slot(root_fd: int, name: str, path: Path, deadline: float) -> bool:
     with safefs.closing(folder):
         lock = safefs.open_file(folder, LOCK_FILE, path, os.O_RDWR | os.O_CREAT)
         with safefs.closing(lock):
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() >= deadline:
-                        return False
-                    time.sleep(0.02)
+            while not _try_lock(lock):
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(LOCK_POLL_S)
             # The manifest first: what is half removed is no snapshot.
             names = os.listdir(folder)  # noqa: PTH208 - through a descriptor
             for file in sorted(names, key=lambda file: file != MANIFEST_FILE):
