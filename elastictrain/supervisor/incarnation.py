@@ -10,6 +10,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from elastictrain.protocol import (
     read_error_reports,
 )
 
+LEAVE_POLL_S = 0.05
+"""How often to look whether ranks without an agent have left: nothing else tells a process that is not their parent."""
 _PERSISTER_MODULE = "elastictrain.checkpoint.persister"
 
 
@@ -169,14 +173,26 @@ class Incarnation:
             self._agent.kill()
             self._agent.wait()
 
+    def num_left(self) -> int:
+        """How many of its processes live though the agent is gone."""
+        return sum(1 for _ in _left_under(self.run_dir))
+
     def close(self) -> None:
         self.kill()
         sweep(self.run_dir)
         self.board.close()
 
 
-def clear_away(state_dir: Path) -> None:
-    """Removes what a supervisor that was killed has left: processes that took no notice, pipes that nobody reads."""
+def clear_away(state_dir: Path, grace_s: float) -> None:
+    """Removes what a supervisor that was killed has left: processes that took no notice, pipes that nobody reads.
+
+    Args:
+        state_dir: the job's state directory.
+        grace_s: how long ranks that keep their state, since they have lost their agent, may take to leave.
+    """
+    deadline_s = time.monotonic() + grace_s
+    while any(_left_under(state_dir)) and time.monotonic() < deadline_s:
+        time.sleep(LEAVE_POLL_S)
     sweep(state_dir)
     for pipe in (state_dir / RUNS_DIR).glob("*/output-*"):
         if pipe.is_fifo():
@@ -186,18 +202,18 @@ def clear_away(state_dir: Path) -> None:
 def sweep(folder: Path) -> int:
     """Kills what is left of the incarnations under a folder; a persister may finish its snapshot.
 
-    Only processes that carry the folder in their environment are ours to kill.
-
     Returns:
         how many there were.
     """
-    count = 0
+    return sum(send_signal(pid, 9, started_ticks=ticks) for pid, ticks in _left_under(folder))
+
+
+def _left_under(folder: Path) -> Iterator[tuple[int, int]]:
+    """Processes that carry the folder in their environment, (pid, start): they are ours to kill. No persister is."""
     for pid in all_pids():
         stat = read_stat(pid)
         if stat is None or stat.state in ("Z", "X") or pid == os.getpid():
             continue
         run_dir = environment_of(pid).get(ENV_RUN_DIR)
-        if not run_dir or not Path(run_dir).is_relative_to(folder) or _PERSISTER_MODULE in command_of(pid):
-            continue
-        count += send_signal(pid, 9, started_ticks=stat.started_ticks)
-    return count
+        if run_dir and Path(run_dir).is_relative_to(folder) and _PERSISTER_MODULE not in command_of(pid):
+            yield pid, stat.started_ticks

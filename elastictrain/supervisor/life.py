@@ -40,7 +40,7 @@ from elastictrain.supervisor.evidence import (
     take_loader_stacks,
     take_stacks,
 )
-from elastictrain.supervisor.incarnation import Incarnation
+from elastictrain.supervisor.incarnation import LEAVE_POLL_S, Incarnation
 from elastictrain.supervisor.output import Line, RankOutput
 from elastictrain.supervisor.settings import STOP_GRACE_S, limits_of, stop_timeout_s
 from elastictrain.supervisor.watch import Watch, has_left_early, process_state
@@ -78,6 +78,7 @@ class LifeEnd:
         began_step: the rank that failed first had begun a step, or all where there is none: one that died in its start
             says nothing about the step.
         lived_s: from start to end.
+        kept_step: of the newest snapshot that its ranks left behind when they failed; None where none could.
     """
 
     number: int
@@ -87,6 +88,7 @@ class LifeEnd:
     failed_step: int
     began_step: bool
     lived_s: float
+    kept_step: int | None = None
 
 
 class Life:
@@ -175,6 +177,7 @@ class Life:
                 self._woken.clear()
                 if not self.incarnation.has_ended:
                     await self._look(time.monotonic())
+            await self._let_ranks_leave()
             return self._end()
         finally:
             loop.remove_reader(agent_fd)
@@ -184,6 +187,12 @@ class Life:
                 output.close()
             self._watch.close()
             reap_orphans()
+
+    async def _let_ranks_leave(self) -> None:
+        """Ranks that have lost their agent keep their state before they go; what is left after the grace is killed."""
+        deadline_s = time.monotonic() + self._config.supervisor.teardown_timeout_s
+        while self.incarnation.num_left() and time.monotonic() < deadline_s:
+            await asyncio.sleep(LEAVE_POLL_S)
 
     def _end(self) -> LifeEnd:
         self.incarnation.kill()
@@ -209,6 +218,7 @@ class Life:
             failed_step=first.step if first is not None else reached,
             began_step=all(beat is not None and beat.first_step >= 0 for beat in looked_at),
             lived_s=time.monotonic() - self.started_s,
+            kept_step=max((r.kept_step for r in self.incarnation.reports() if r.kept_step is not None), default=None),
         )
 
     # ---- stopping

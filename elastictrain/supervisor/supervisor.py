@@ -126,7 +126,8 @@ class Supervisor:
         """
         adopt_orphans()
         self._catch_signals()
-        clear_away(self._state_dir)  # what a supervisor that was killed has left
+        # What a supervisor that was killed has left.
+        clear_away(self._state_dir, self._config.supervisor.teardown_timeout_s)
         self.emit("supervisor_started", pid=os.getpid(), version=__version__)
         while self._state not in lifecycle.FINAL:
             if self._state in (State.HALTED, State.DRAINED):
@@ -286,6 +287,7 @@ class Supervisor:
             "cause": cause,
             "kind": classified.kind.value if classified is not None else "",
             "global_step": end.reached_step,
+            "kept_step": end.kept_step,
             "lived_s": round(end.lived_s, 3),
         }
         if classified is not None:

@@ -72,18 +72,24 @@ class _Worker:
 
     def run(self) -> int:
         """Returns the exit code."""
+        failure: BaseException | None = None
         try:
             try:
                 self._train()
             except BaseException as error:  # noqa: BLE001 - the last resort: say why, whatever it was
-                if self._termination is not None:
-                    self._termination.end()
                 failure = error
+                self._end_signals()
             else:
                 return 0
-        except LeftBehind as error:  # the signal came just after another failure
-            failure = error
+        except LeftBehind as late:  # the signal came just after another failure
+            failure = failure if failure is not None else late
+            self._end_signals()
+        assert failure is not None
         return self._leave(failure)
+
+    def _end_signals(self) -> None:
+        if self._termination is not None:
+            self._termination.end()
 
     def _train(self) -> None:
         config = JobConfig.model_validate(self._spec.config)
@@ -105,8 +111,6 @@ class _Worker:
 
     def _leave(self, error: BaseException) -> int:
         """Says why, and keeps what can be kept; returns the exit code."""
-        if isinstance(error, LeftBehind) and error.__context__ is not None:
-            error = error.__context__  # what was being dealt with when the signal came
         report = describe(error, self._rank, self._session.global_step if self._session is not None else 0)
         # At once: if this process is killed while it keeps its state, the cause is known all the same.
         report.write(self._run_dir)
