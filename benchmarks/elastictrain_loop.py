@@ -1,4 +1,4 @@
-"""The same training with our built-in loop, put together by `run_job` as for a user, with everything on.
+"""The same training with our built-in loop, put together by `Job` as for a user, with everything on.
 
 What differs from `elastictrain run` is who starts the process: the benchmark does, so that it can take turns.
 """
@@ -32,7 +32,7 @@ from elastictrain.config.schema import JobConfig
 from elastictrain.logs import make_logger
 from elastictrain.protocol import RunSpec
 from elastictrain.training.device import process_group
-from elastictrain.training.job import run_job
+from elastictrain.training.job import Job
 from elastictrain.training.session import Session
 
 
@@ -101,4 +101,4 @@ def train(workload: Workload, tick: Tick, overrides: Mapping[str, Mapping[str, A
             allowed_differences=[],
             mean_time_between_failures_s=3600.0,
         )
-        run_job(spec, session, log)
+        Job(spec, session, log).run()

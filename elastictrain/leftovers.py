@@ -12,13 +12,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastictrain.core.phases import Phase
-from elastictrain.heartbeat import heartbeat_paths, read_heartbeat
+from elastictrain.core.phases import IN_UPDATE, Phase
+from elastictrain.heartbeat import Heartbeat, heartbeat_paths, read_heartbeat
 from elastictrain.procs import all_pids, command_of, environment_of, read_stat, send_signal
 from elastictrain.protocol import ENV_RUN_DIR
 
 LEAVE_S = 2.0
 """How long a rank may take to begin keeping its state, or to leave, once its agent is gone."""
+TICK_S = 2.0
+"""A rank whose tick is older than this runs no Python code."""
+_BUSY = frozenset({Phase.SNAPSHOT, *IN_UPDATE})
+"""Phases in which a rank keeps its state, or will as soon as it can."""
+_WAITING = frozenset({Phase.BACKWARD, Phase.REDUCE})
+"""Phases in which a rank may wait for another, in a collective that fails once that one is gone."""
 _PERSISTER_MODULE = "elastictrain.checkpoint.persister"
 
 
@@ -58,8 +64,9 @@ def sweep(folder: Path) -> int:
 class Farewell:
     """The ranks of an incarnation that have lost their agent, until the last has gone.
 
-    The kernel has told them of its death, and each that can keeps its state. One that writes a snapshot has `grace_s`;
-    one that does not has `LEAVE_S`, whatever it is stuck in.
+    They have noticed its death, and each that can keeps its state. One that does has `grace_s`, whatever happens. Of
+    the others, those that are stuck by themselves are ended after `LEAVE_S`, and those that may have waited for them
+    after as much again: their collectives have failed by then, and they keep their state.
 
     Args:
         run_dir: the incarnation.
@@ -84,12 +91,19 @@ class Farewell:
             beat = read_heartbeat(path)
             if beat is None or not self._is_there(beat.pid):
                 continue
-            if passed_s > (self._grace_s if beat.phase is Phase.SNAPSHOT else min(LEAVE_S, self._grace_s)):
+            if passed_s > self._time_s(beat, now_s):
                 send_signal(beat.pid, signal.SIGKILL)
             waiting = True
         if not waiting:
             sweep(self._run_dir)
         return not waiting
+
+    def _time_s(self, beat: Heartbeat, now_s: float) -> float:
+        stat = read_stat(beat.pid)
+        is_stuck = stat is None or stat.state in ("T", "t") or now_s - beat.tick_ns / 1e9 > TICK_S
+        if beat.phase in _BUSY and not is_stuck:
+            return self._grace_s
+        return min(self._grace_s, 2 * LEAVE_S if beat.phase in _WAITING and not is_stuck else LEAVE_S)
 
     def _is_there(self, pid: int) -> bool:
         stat = read_stat(pid)

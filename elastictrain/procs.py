@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +29,7 @@ def die_with_parent(parent_pid: int, signum: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), signum)
 
 
-def outlive_parent() -> None:
+def forget_parent() -> None:
     """Takes `die_with_parent` back."""
     _prctl(_PR_SET_PDEATHSIG, 0)
 
@@ -94,6 +96,46 @@ def show_as(command: Sequence[str]) -> None:
     if begin and size > 1:
         data = b"\0".join(os.fsencode(argument) for argument in command)[: size - 1]
         ctypes.memmove(begin, data.ljust(size, b"\0"), size)
+
+
+def outlive_parent(parent_pid: int, when_gone: Callable[[], None]) -> None:
+    """Has a function called, on a thread of its own, when this process's parent has ended; takes back what
+    `die_with_parent` asked for. Some time after, the kernel ends this process, whatever code it is stuck in by then.
+
+    Not by the signal at the parent's death: the kernel sends that already when the parent's first thread ends, and the
+    parent may look alive to whoever asks then.
+
+    The thread cannot act in a process whose interpreter lock is held for ever. For that the kernel sets an alarm: it
+    sends SIGPWR, whose handler is alarm(2) itself, which takes the number of the signal, 30, for seconds. SIGALRM must
+    have its default effect.
+
+    Args:
+        parent_pid: who the parent was when this process was started; if it is another one by now, it has ended.
+        when_gone: called once.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal(signal.SIGPWR, ctypes.cast(libc.alarm, ctypes.c_void_p))
+    asked = threading.Event()
+
+    def wait_for_end() -> None:
+        # What a process is to be sent at its parent's death is a property of each thread (prctl(2)).
+        die_with_parent(parent_pid, signal.SIGPWR)
+        asked.set()
+        with contextlib.suppress(ProcessLookupError):
+            fd = os.pidfd_open(parent_pid)
+            try:
+                if os.getppid() == parent_pid:  # else the number may be another process's by now
+                    poll = select.poll()
+                    poll.register(fd, select.POLLIN)
+                    poll.poll()
+            finally:
+                os.close(fd)
+        when_gone()
+
+    threading.Thread(target=wait_for_end, name="parent", daemon=True).start()
+    asked.wait()
+    _prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def adopt_orphans() -> None:

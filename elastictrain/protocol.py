@@ -15,6 +15,7 @@ has one writer:
     runs/0001/stacks-<rank>.txt Python stacks, at SIGUSR1                         that rank
     runs/0001/error-<rank>.json why a rank ended, where we can explain it         that rank, atomically
     runs/0001/exits.json        exit codes of the ranks that failed               agent, atomically
+    runs/0001/reported          steps up to which a rank alone wrote metrics, after a failure   ranks, under flock
     runs/0001/outcome.json      how the incarnation ended                         rank zero, atomically
     runs/0001/logs/             the agent's own folder                            agent
     incidents/0001/             evidence of a hang, see `supervisor.evidence`     parent
@@ -47,6 +48,7 @@ RUNS_DIR = "runs"
 SNAPSHOTS_DIR = "snapshots"
 LOCK_FILE = "lock"
 EXITS_FILE = "exits.json"
+REPORTED_FILE = "reported"
 INCIDENTS_DIR = "incidents"
 JOURNAL_FILE = "journal.db"
 COMPILE_CACHE_DIR = "compile-cache"
@@ -75,6 +77,11 @@ def rank_log(run_dir: Path, local_rank: int) -> Path:
 def stacks_path(run_dir: Path, rank: int) -> Path:
     """The file that a rank's stacks are appended to."""
     return run_dir / f"stacks-{rank}.txt"
+
+
+def error_path(run_dir: Path, rank: int) -> Path:
+    """The file in which a rank says why it ended."""
+    return run_dir / f"error-{rank}.json"
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -204,6 +211,7 @@ class ErrorReport:
         hint: what to do.
         exit_code: the rank's exit code.
         step: global step it was at.
+        kept_step: of the newest snapshot in its node's memory tier when it left; None if it did not get so far.
         secondary: True where the cause is that another rank failed first.
         traceback: of the user's code, empty for mistakes that need none.
     """
@@ -216,9 +224,10 @@ class ErrorReport:
     step: int
     secondary: bool = False
     traceback: str = ""
+    kept_step: int | None = None
 
     def write(self, run_dir: Path) -> None:
-        write_json(run_dir / f"error-{self.rank}.json", asdict(self))
+        write_json(error_path(run_dir, self.rank), asdict(self))
 
     def as_error(self) -> ElasticTrainError:
         """The exception to raise on the reader's side; same class and exit code as on the rank."""

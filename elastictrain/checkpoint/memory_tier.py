@@ -2,11 +2,12 @@
 
     <root>/slot-0/{lock, model.safetensors, ..., trainer.json, manifest.json}
     <root>/slot-1/...
+    <root>/lock
 
-One process writes (rank zero of the node). A snapshot is copied straight into mapped files of a slot: `begin` takes
-the manifest away and hands out the mappings, the caller fills them, `commit` hashes what is there and puts the new
-manifest in place by rename. A crash at any moment leaves that slot without a manifest, and the other slot as it was:
-the slot that holds the newest snapshot is never written to.
+One process writes: rank zero of the node; once ranks fail any of them, one after the other (`alone`). A snapshot is
+copied straight into mapped files of a slot: `begin` takes the manifest away and hands out the mappings, the caller
+fills them, `commit` hashes what is there and puts the new manifest in place by rename. A crash at any moment leaves
+that slot without a manifest, and the other slot as it was: the slot that holds the newest snapshot is never written to.
 
 Each slot's `lock` is flocked: exclusively while a writer fills the slot, shared while somebody reads it (the
 persister; also one whose parent has died). A third slot is made only where the newest snapshot and the one that is
@@ -21,7 +22,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,6 +43,8 @@ from elastictrain.checkpoint.memory_snapshot import LOCK_FILE, MemorySnapshot
 from elastictrain.errors import MemoryTierError, SnapshotError
 
 MAX_SLOTS = 3
+LOCK_POLL_S = 0.02
+"""flock(2) waits for ever or not at all: whoever waits for less looks this often."""
 _SLOT = re.compile(r"slot-\d")
 
 
@@ -201,6 +204,32 @@ class MemoryTier:
             raise
         return SlotWriter(self, slot)
 
+    @contextlib.contextmanager
+    def alone(self, timeout_s: float) -> Iterator[bool]:
+        """Keeps other processes that ask for the same out while it is open: one of several writers goes first.
+
+        Slots have locks of their own, so nothing is torn without it.
+
+        Args:
+            timeout_s: how long to wait for whoever is in. It may have been stopped, and must not hold up the others.
+
+        Yields:
+            whether we are alone.
+
+        Raises:
+            MemoryTierError: no room even for that, or the folder cannot be written.
+            UnsafePathError: a folder or file is a link or somebody else's.
+        """
+        try:
+            lock = safefs.open_file(self._open_root(), LOCK_FILE, self.root, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise no_room(error, self.root) from error
+        deadline = time.monotonic() + timeout_s
+        with safefs.closing(lock):
+            while not (is_alone := _try_lock(lock)) and time.monotonic() < deadline:
+                time.sleep(LOCK_POLL_S)
+            yield is_alone
+
     def snapshots(self) -> list[MemorySnapshot]:
         """The complete snapshots, newest first."""
         return self._read_slots()[0]
@@ -258,11 +287,15 @@ class MemoryTier:
             os.close(self._root_fd)
             self._root_fd = None
 
-    def _take_slot(self, layouts: Mapping[str, Layout], size_bytes: int) -> Slot | Declined:
-        """An exclusively locked slot: an empty one if there is, else the one with the oldest snapshot."""
+    def _open_root(self) -> int:
         if self._root_fd is None:
             self._root_fd = safefs.open_folder(self._base, self._parts, create=True)
             assert self._root_fd is not None
+        return self._root_fd
+
+    def _take_slot(self, layouts: Mapping[str, Layout], size_bytes: int) -> Slot | Declined:
+        """An exclusively locked slot: an empty one if there is, else the one with the oldest snapshot."""
+        root_fd = self._open_root()
         held = {snapshot.path.name: place for place, snapshot in enumerate(self.snapshots())}
         newest = self.newest or next(iter(self.snapshots()), None)
         protected = newest.path.name if newest is not None else None
@@ -282,7 +315,7 @@ class MemoryTier:
                 f"storage does not keep up, and a third slot of {mib(size_bytes)} MiB would exceed "
                 f"checkpoint.memory_budget_mb = {self._budget_bytes >> 20}"
             )
-        if (available := free_bytes(self._root_fd)) < size_bytes:
+        if (available := free_bytes(root_fd)) < size_bytes:
             return Declined(
                 f"storage does not keep up, and there is no room for a third slot: {mib(size_bytes)} MiB needed, "
                 f"{available >> 20} available"
@@ -292,8 +325,7 @@ class MemoryTier:
     def _lock_slot(self, name: str) -> Slot | None:
         slot = self._slots.get(name)
         if slot is None:
-            assert self._root_fd is not None
-            slot = self._slots[name] = Slot.open(self._root_fd, self.root / name)
+            slot = self._slots[name] = Slot.open(self._open_root(), self.root / name)
         return slot if slot.lock() else None
 
     def _read_slots(self) -> tuple[list[MemorySnapshot], list[tuple[Path, Damage]]]:
@@ -327,6 +359,14 @@ class MemoryTier:
         return snapshots, damaged
 
 
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def _remove_slot(root_fd: int, name: str, path: Path, deadline: float) -> bool:
     """Removes one entry of the root; False if somebody reads it."""
     folder = safefs.open_subfolder(root_fd, name, path, create=False)
@@ -335,14 +375,10 @@ def _remove_slot(root_fd: int, name: str, path: Path, deadline: float) -> bool:
     with safefs.closing(folder):
         lock = safefs.open_file(folder, LOCK_FILE, path, os.O_RDWR | os.O_CREAT)
         with safefs.closing(lock):
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() >= deadline:
-                        return False
-                    time.sleep(0.02)
+            while not _try_lock(lock):
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(LOCK_POLL_S)
             # The manifest first: what is half removed is no snapshot.
             names = os.listdir(folder)  # noqa: PTH208 - through a descriptor
             for file in sorted(names, key=lambda file: file != MANIFEST_FILE):

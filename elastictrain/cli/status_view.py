@@ -134,6 +134,16 @@ def _memory(r: dict[str, Any]) -> str:
     return f"{host} + {_size(r['device_bytes'])}" if r.get("device_bytes") else host
 
 
+def _lost(r: dict[str, Any]) -> str:
+    if r.get("steps_lost") is None:
+        return _duration(r["lost_s"])
+    num = r["steps_lost"]
+    steps = f"{num} step{'' if num == 1 else 's'}"
+    if r.get("kept_step") is None and num:
+        steps += " (the last regular snapshot counts)"
+    return f"{steps}, {_duration(r['lost_s'])}"
+
+
 def _restarts(s: dict[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("restart", "ended", "step", "lost", "cause"):
@@ -145,7 +155,7 @@ def _restarts(s: dict[str, Any]) -> Table:
             f"after {_or_dash(r['incarnation'])}",
             r["time"].replace("T", " ")[:19],
             f"{_or_dash(r['global_step'])}{resumed}",
-            _duration(r["lost_s"]),
+            _lost(r),
             Text(r["cause"]),
         )
     return table

@@ -21,6 +21,7 @@ class Kind(StrEnum):
     RESTORED = "restored"
     PROGRESS = "progress"
     SNAPSHOT_TAKEN = "snapshot_taken"
+    SNAPSHOT_AT_FAILURE = "snapshot_at_failure"
     SNAPSHOT_DURABLE = "snapshot_durable"
     EVALUATED = "evaluated"
     RANK_FAILED = "rank_failed"

@@ -52,6 +52,13 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 
 IN_UPDATE: frozenset[Phase] = frozenset({Phase.OPTIMIZER, Phase.COMMIT})
 
+INTERRUPTIBLE: frozenset[Phase] = frozenset(
+    {Phase.INIT, Phase.READY, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE}
+)
+"""Where a rank that gives up can be interrupted at any instruction: its state is that of the last commit, or can be
+brought back to it. An evaluation may have put other weights in, and a snapshot holds files that are half written: those
+are left where they say that they get on."""
+
 
 def check_transition(current: Phase, target: Phase) -> None:
     """Raises IllegalTransitionError unless `target` may follow `current`."""

@@ -137,6 +137,11 @@ class Restart:
     """The step it had reached."""
     resumed_step: int | None = None
     """The step from which the next one went on; null until it does."""
+    kept_step: int | None = None
+    """The step of the snapshot that its ranks left behind when it failed; null where none of them could: then the last
+    regular snapshot counts."""
+    steps_lost: int | None = None
+    """Steps that had been committed and were done again; null until the next one goes on."""
     lost_s: float = 0.0
     """Seconds lost: standing still, being down, doing steps again."""
 

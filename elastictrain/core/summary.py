@@ -80,7 +80,7 @@ def advance(history: History, event: Event) -> History:
             return replace(history, global_step=first_known(step, history.global_step), restored_step=step)
         case Kind.PROGRESS:
             return _progress(history, f)
-        case Kind.SNAPSHOT_TAKEN:
+        case Kind.SNAPSHOT_TAKEN | Kind.SNAPSHOT_AT_FAILURE:
             step = integer(f, "at_step", "global_step", "step")
             return replace(history, in_memory=(step, event.moment)) if step is not None else history
         case Kind.SNAPSHOT_DURABLE:
@@ -227,7 +227,7 @@ def _supervisor_started(history: History, event: Event, is_orphan: bool) -> Hist
     cause = "the supervisor ended without a word: killed, or the machine was switched off"
     history = replace(history, failure=history.failure or cause)
     if history.open_restart is None:
-        history = replace(history, open_restart=_restart(history, event.moment, history.incarnation, cause))
+        history = replace(history, open_restart=_restart(history, event, history.incarnation, cause))
     return replace(history, state=State.RECOVERING, reason=f"after: {history.failure}")
 
 
@@ -238,7 +238,7 @@ def _training(history: History, f: Mapping[str, Any]) -> History:
         redone = min(1.0, (life.reached_step - step) / (life.reached_step - life.first_step))
         history = _take_back(history, redone * life.useful_s)
     # By the time that every rank has done a step, and somebody has looked, they are some steps further.
-    begun = _or(history.restored_step, step)
+    begun = first_known(history.restored_step, step)
     history = _close_restart(history, resumed_step=begun)
     start = step if step is not None else (history.global_step or 0)
     return replace(
@@ -318,25 +318,28 @@ def _incarnation_ended(history: History, event: Event) -> History:
         history = _close_restart(history, resumed_step=None)
     incarnation = first_known(integer(f, "incarnation"), history.incarnation)
     cause = text(f, "cause") or history.failure or "no cause is known"
-    history = replace(history, alive=False, open_restart=_restart(history, event.moment, incarnation, cause))
+    history = replace(history, alive=False, open_restart=_restart(history, event, incarnation, cause))
     if history.state in (State.STOPPING, State.DRAINING, *_AWAY):
         return history
     return replace(history, state=State.RECOVERING, reason=f"incarnation {incarnation} ended: {cause}")
 
 
-def _restart(history: History, moment: Moment, incarnation: int | None, cause: str) -> Restart:
+def _restart(history: History, ended: Event, incarnation: int | None, cause: str) -> Restart:
     return Restart(
         incarnation=incarnation,
-        time=_iso(moment.time_s),
+        time=_iso(ended.moment.time_s),
         cause=cause,
         rank=history.failed_rank,
         incident=history.incident,
         global_step=history.global_step,
+        kept_step=integer(ended.fields, "kept_step"),
     )
 
 
 def _settled(history: History, restart: Restart, resumed_step: int | None) -> Restart:
-    return replace(restart, resumed_step=resumed_step, lost_s=history.open_lost_s)
+    known = restart.global_step is not None and resumed_step is not None
+    lost = max(0, (restart.global_step or 0) - (resumed_step or 0)) if known else None
+    return replace(restart, resumed_step=resumed_step, steps_lost=lost, lost_s=history.open_lost_s)
 
 
 def _close_restart(history: History, *, resumed_step: int | None) -> History:

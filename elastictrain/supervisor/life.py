@@ -81,6 +81,7 @@ class LifeEnd:
         began_step: the rank that failed first had begun a step, or all where there is none: one that died in its start
             says nothing about the step.
         lived_s: from start to end.
+        kept_step: of the newest snapshot that its ranks left behind when they failed; None where none could.
     """
 
     number: int
@@ -90,6 +91,7 @@ class LifeEnd:
     failed_step: int
     began_step: bool
     lived_s: float
+    kept_step: int | None = None
 
 
 class Life:
@@ -223,6 +225,7 @@ class Life:
             failed_step=first.step if first is not None else reached,
             began_step=all(beat is not None and beat.first_step >= 0 for beat in looked_at),
             lived_s=time.monotonic() - self.started_s,
+            kept_step=max((r.kept_step for r in self.incarnation.reports() if r.kept_step is not None), default=None),
         )
 
     # ---- stopping

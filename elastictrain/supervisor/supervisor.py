@@ -283,6 +283,7 @@ class Supervisor:
             "cause": cause,
             "kind": classified.kind.value if classified is not None else "",
             "global_step": end.reached_step,
+            "kept_step": end.kept_step,
             "lived_s": round(end.lived_s, 3),
         }
         if classified is not None:

@@ -1,7 +1,7 @@
 """One rank's part in keeping the run: where its snapshots are, what to begin with, what to leave behind at the end.
 
-Rank zero is the authority: it alone takes snapshots and makes them durable. Every node's local rank zero can read its
-node's memory tier at a start.
+Rank zero is the authority: it alone takes regular snapshots and makes them durable. Every node's local rank zero can
+read its node's memory tier at a start. Every rank can write into it when it fails.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from elastictrain.core.snapshot_interval import LastSnapshot, SnapshotSchedule
 from elastictrain.errors import SnapshotError, StorageError
 from elastictrain.logs import Logger
 from elastictrain.protocol import SNAPSHOTS_DIR, RunSpec
+from elastictrain.training.parting import Parted, Parting
 from elastictrain.training.restore import Lookup, Restored, Restorer
 from elastictrain.training.session import Session
+from elastictrain.training.shadow import Shadow
 from elastictrain.training.snapshot import Origin, Snapshotter, Taken
 from elastictrain.training.state import TrainingState
 
@@ -84,9 +86,8 @@ class Checkpointing:
         place = session.place
         state_dir = Path(spec.state_dir)
         self._url = self._config.url or str(state_dir / SNAPSHOTS_DIR)
-        self._tiers: tuple[MemoryTier, ...] = ()
-        if place.local_rank == 0:
-            self._tiers = self._open_tiers(config.name, state_dir)
+        self._tiers = self._open_tiers(config.name, state_dir)
+        self._parting_patience_s = config.supervisor.teardown_timeout_s / 2
         self._store: Store | None = None
         if place.is_rank_zero:
             self._store = open_store(
@@ -101,6 +102,7 @@ class Checkpointing:
         self._deadline_s: float | None = None
         self._persister: Persister | None = None
         self._snapshotter: Snapshotter | None = None
+        self._parting: Parting | None = None
 
     def _open_tiers(self, job: str, state_dir: Path) -> tuple[MemoryTier, ...]:
         """The memory tier, and the folder that stands in for it where it is off or has no room."""
@@ -129,7 +131,7 @@ class Checkpointing:
         restorer = Restorer(self._session.place, allowed=allowed, on_passed_over=self._passed_over)
         with scratch_folder(Path(self._spec.state_dir)) as scratch:
             own = Lookup(
-                self._tiers,
+                self._tiers if self._session.place.local_rank == 0 else (),
                 self._store,
                 self._spec.run_id,
                 scratch,
@@ -181,10 +183,29 @@ class Checkpointing:
     def _passed_over(self, where: str, reason: str) -> None:
         self._log.warning("snapshot_passed_over", where=where, reason=reason)
 
-    def snapshotter(self, state: TrainingState, restored: Restored | None) -> Snapshotter | None:
-        """What takes this rank's snapshots; None on the ranks that take none."""
-        if not self._session.place.is_rank_zero:
-            return None
+    def begin(self, state: TrainingState, shadow: Shadow, restored: Restored | None) -> Snapshotter | None:
+        """From now on there is something to keep.
+
+        Returns:
+            what takes this rank's regular snapshots; None on the ranks that take none.
+        """
+        first_step = restored.counters.global_step if restored is not None else 0
+        if self._session.place.is_rank_zero:
+            self._snapshotter = self._begin_snapshots(state, restored, first_step)
+        self._parting = Parting(
+            self._session,
+            state,
+            shadow,
+            self._tiers,
+            self._snapshotter,
+            first_step=first_step,
+            origin=self._origin,
+            patience_s=self._parting_patience_s,
+            log=self._log,
+        )
+        return self._snapshotter
+
+    def _begin_snapshots(self, state: TrainingState, restored: Restored | None, first_step: int) -> Snapshotter:
         config = self._config
         self._persister = Persister(
             PersisterSettings(
@@ -198,12 +219,12 @@ class Checkpointing:
             ),
             self._reported,
         )
-        self._snapshotter = Snapshotter(
+        snapshotter = Snapshotter(
             state,
             self._tiers,
             self._persister,
             SnapshotSchedule(config.every_steps, config.every_s, config.is_auto, config.max_overhead),
-            first=LastSnapshot(restored.counters.global_step if restored is not None else 0, perf_counter()),
+            first=LastSnapshot(first_step, perf_counter()),
             mean_time_between_failures_s=self._spec.mean_time_between_failures_s,
             origin=self._origin,
             device=self._session.place.device,
@@ -213,9 +234,8 @@ class Checkpointing:
             for tier in self._tiers:
                 if tier.root == restored.in_memory.path.parent:
                     tier.newest = restored.in_memory
-            self._snapshotter.last = restored.in_memory
-            self._persister.submit(restored.in_memory)
-        return self._snapshotter
+            snapshotter.hand_over(restored.in_memory)
+        return snapshotter
 
     def _reported(self, report: Report) -> None:
         match report.kind:
@@ -227,6 +247,16 @@ class Checkpointing:
                 self._log.warning(f"persister_{report.kind}", at_step=report.global_step, **report.fields)
 
     # ---- the end
+
+    def part(self) -> Parted | None:
+        """After a failure: keeps the last committed step in the memory tier.
+
+        Returns:
+            what is there; None if nothing could be kept, or nothing had to be.
+        """
+        parted = self._parting.keep() if self._parting is not None else None
+        self._parting = None
+        return parted
 
     def finish(self, *, complete: bool) -> Kept:
         """Keeps the state of the last step, durably if there is time: without limit at the end of a run, until the
@@ -304,6 +334,7 @@ class Checkpointing:
 
     def close(self) -> None:
         """Lets go of everything. What the persister was asked for it goes on with, after this process as well."""
+        self._parting = None
         if self._snapshotter is not None:
             self._snapshotter.close()
             self._snapshotter = None

@@ -20,7 +20,7 @@ from elastictrain.core.skips import SkipWatch
 from elastictrain.core.window import EpochTail, WindowPlan
 from elastictrain.errors import DataError, StorageError, TaskError
 from elastictrain.logs import Logger
-from elastictrain.protocol import IMPORTS_FILE, METRICS_FILE, RunSpec
+from elastictrain.protocol import IMPORTS_FILE, METRICS_FILE, REPORTED_FILE, RunSpec
 from elastictrain.training import imports
 from elastictrain.training.checkpointing import Checkpointing, Kept
 from elastictrain.training.data import SeededReader, batches
@@ -35,6 +35,7 @@ from elastictrain.training.replica import Replica, check_static_graph
 from elastictrain.training.report import Reporter
 from elastictrain.training.schedules import schedule_horizons
 from elastictrain.training.session import Session
+from elastictrain.training.shadow import Shadow
 from elastictrain.training.state import TrainingState
 from elastictrain.training.task import BoundTask, import_task
 from elastictrain.training.timing import DeviceTimer
@@ -70,19 +71,14 @@ class Adviser:
             self._log.warning("advice", about=advice.key, what=advice.what, hint=advice.hint)
 
 
-def run_job(spec: RunSpec, session: Session, log: Logger) -> Outcome:
-    """Trains one job on this rank.
+class Job:
+    """One rank's run: what is made of the job file, in the order in which one thing needs another.
 
     Args:
         spec: what the parent decided.
         session: a fresh session of this rank, in phase INIT.
         log: for events.
     """
-    return _Job(spec, session, log).run()
-
-
-class _Job:
-    """One rank's run: what is made of the job file, in the order in which one thing needs another."""
 
     def __init__(self, spec: RunSpec, session: Session, log: Logger) -> None:
         self._started_s = perf_counter()
@@ -116,25 +112,31 @@ class _Job:
         self._limits = self._checked_limits()
         session.beat()  # each of these may take long: a rank that gets from one to the next is no hang
         self._trainee = self._build_trainee()
+        self._shadow = Shadow(self._trainee.replica.module, self._task, session.place.device)
+        self._checkpointing = Checkpointing(spec, config, session, log)
+        self._feed: Feed | None = None
+        self._writer: MetricsWriter | None = None
+        self._reporter: Reporter | None = None
         session.beat()
 
     def run(self) -> Outcome:
-        """Restores, trains, evaluates, keeps the result, sums up."""
+        """Restores, trains, evaluates, keeps the result, sums up. Whatever it raises: `part` comes next."""
         session, config = self._session, self._config
         state = self._state()
         if self._place.is_rank_zero:
             state.capture().specs()  # what cannot be kept shows now, not at the first snapshot
-        checkpointing = Checkpointing(self._spec, config, session, self._log)
+        checkpointing = self._checkpointing
         restored = checkpointing.restore(state)
         if restored is not None:
             session.resume(restored.counters)
         session.beat()
         self._advise_before_start()
-        feed = self._feed()
+        self._feed = feed = self._make_feed()
         evaluation = self._evaluation()
-        writer = self._writer()
+        if self._place.is_rank_zero:
+            self._writer = self._make_writer()
         timer = DeviceTimer(self._place.device)
-        reporter = self._reporter(timer, writer)
+        self._reporter = reporter = self._make_reporter(timer)
         loop = Loop(
             session=session,
             task=self._task,
@@ -144,32 +146,61 @@ class _Job:
             reporter=reporter,
             timer=timer,
             skip_watch=SkipWatch(config.train.max_consecutive_skips),
-            snapshotter=checkpointing.snapshotter(state, restored),
+            snapshotter=checkpointing.begin(state, self._shadow, restored),
+            shadow=self._shadow,
         )
         self._log_start()
-        try:
-            complete = loop.run()
-            if complete and config.eval.at_end:
-                loop.evaluate()
-            # Storage that is down may take long; the persister says so, and the session goes on beating.
-            session.enter(Phase.SNAPSHOT)
-            kept = checkpointing.finish(complete=complete)
-            session.enter(Phase.READY)
-            outcome = self._outcome(complete, kept, reporter, evaluation)
-            if complete and self._place.is_rank_zero and kept.step != session.global_step:
-                raise StorageError(
-                    f"training is complete, but the state of its last step, {session.global_step}, could not be kept",
-                    "The warnings above say why. Make room, and run it again: it goes on from the newest snapshot.",
-                )
-            if writer is not None:
-                writer.write([outcome.summary])
-        finally:
-            feed.stream.close()
-            checkpointing.close()
-            if writer is not None:
-                writer.close()
+        complete = loop.run()
+        if complete and config.eval.at_end:
+            loop.evaluate()
+        # Storage that is down may take long; the persister says so, and the session goes on beating.
+        session.enter(Phase.SNAPSHOT)
+        kept = checkpointing.finish(complete=complete)
+        session.enter(Phase.READY)
+        outcome = self._outcome(complete, kept, reporter, evaluation)
+        if complete and self._place.is_rank_zero and kept.step != session.global_step:
+            raise StorageError(
+                f"training is complete, but the state of its last step, {session.global_step}, could not be kept",
+                "The warnings above say why. Make room, and run it again: it goes on from the newest snapshot.",
+            )
+        if self._writer is not None:
+            self._writer.write([outcome.summary])
+        self.close()
         session.enter_exit()
         return outcome
+
+    def part(self, run_dir: Path) -> int | None:
+        """After a failure: keeps what can be kept of the last committed step, and what there is to say of the steps up
+        to it, which will not be done again.
+
+        Args:
+            run_dir: folder of the incarnation.
+
+        Returns:
+            the step of the newest snapshot in the memory tier; None if it was not, or need not be, seen to.
+        """
+        parted = self._checkpointing.part()
+        if parted is not None and self._reporter is not None:
+            if self._writer is None:
+                self._writer = self._make_writer()
+            with self._shadow.beside():
+                self._reporter.report_alone(self._writer, parted.step, run_dir / REPORTED_FILE)
+        if self._writer is not None:
+            self._writer.close()
+        return parted.step if parted is not None else None
+
+    def close(self) -> None:
+        """Lets go of everything; ends loader processes; writes what is waiting to be written.
+
+        For the end in order: after a failure the process ends, and with it the loader processes; the persister
+        finishes by itself.
+        """
+        if self._feed is not None:
+            self._feed.stream.close()
+        self._checkpointing.close()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
     # ---- parts
 
@@ -216,7 +247,7 @@ class _Job:
         data = DataIdentity(self._session.seed, self._plan.length, self._config.data.shuffle, fingerprint)
         return TrainingState(self._session, self._task, self._trainee, data, self._batch)
 
-    def _feed(self) -> Feed:
+    def _make_feed(self) -> Feed:
         config = self._config.data
         reader = SeededReader(
             self._train_data,
@@ -257,20 +288,18 @@ class _Job:
             evaluators, every_steps=config.every_steps, every_epochs=config.every_epochs, use_ema=config.use_ema
         )
 
-    def _writer(self) -> MetricsWriter | None:
-        if not self._place.is_rank_zero:
-            return None
+    def _make_writer(self) -> MetricsWriter:
         state_dir = Path(self._spec.state_dir)
         board_dir = state_dir / "tensorboard" if self._config.metrics.tensorboard else None
         return MetricsWriter(
             state_dir / METRICS_FILE, board_dir, self._log, after_first=lambda: imports.note(state_dir / IMPORTS_FILE)
         )
 
-    def _reporter(self, timer: DeviceTimer, writer: MetricsWriter | None) -> Reporter:
+    def _make_reporter(self, timer: DeviceTimer) -> Reporter:
         return Reporter(
             self._session,
             timer,
-            writer,
+            self._writer,
             self._log,
             every_steps=self._config.metrics.every_steps,
             incarnation=self._spec.incarnation,

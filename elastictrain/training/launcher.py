@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastictrain.leftovers import Farewell
-from elastictrain.procs import EnvironmentSlot, die_with_parent, outlive_parent, show_as
+from elastictrain.procs import EnvironmentSlot, die_with_parent, forget_parent, show_as
 from elastictrain.protocol import (
     ENV_RUN_DIR,
     IMPORTS_FILE,
@@ -285,7 +285,7 @@ def main(arguments: list[str]) -> int:
         for module in PRELOADED:
             importlib.import_module(module)
         _settle()
-    outlive_parent()
+    forget_parent()
     Launcher(requests, *slots, grace_s=float(arguments[1]), forks=forks).run()
     return 0
 

@@ -24,6 +24,7 @@ from elastictrain.training.feed import Feed
 from elastictrain.training.losses import split_loss
 from elastictrain.training.report import Reporter, StepRecord
 from elastictrain.training.session import Session, Step
+from elastictrain.training.shadow import Shadow
 from elastictrain.training.snapshot import Snapshotter
 from elastictrain.training.task import BoundTask
 from elastictrain.training.timing import DeviceTimer
@@ -43,6 +44,7 @@ class Loop:
         timer: the device's clock.
         skip_watch: halts a run that only skips.
         snapshotter: keeps the state, on the rank that does; None on the others.
+        shadow: holds what forward passes change as it was at the last commit, for a snapshot at failure.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Loop:
         timer: DeviceTimer,
         skip_watch: SkipWatch,
         snapshotter: Snapshotter | None,
+        shadow: Shadow,
     ) -> None:
         self._session = session
         self._place = session.place
@@ -69,6 +72,7 @@ class Loop:
         self._timer = timer
         self._skip_watch = skip_watch
         self._snapshotter = snapshotter
+        self._shadow: Shadow | None = shadow
         self._non_blocking = self._place.device.type == "cuda"
         self._reducing = False
         session.on_settled(self._settled)
@@ -91,6 +95,8 @@ class Loop:
         session, plan = self._session, self._feed.plan
         if session.phase is Phase.INIT:
             session.enter(Phase.READY)
+        # What is no part of a snapshot, such as a buffer that is not persistent, is rank zero's as well.
+        self._replica.broadcast_buffers()
         while not self._complete and (step := session.begin_step(plan)) is not None:
             epochs_before = plan.epochs_done(session.sample_position)
             self._step(step)
@@ -135,11 +141,11 @@ class Loop:
 
     def _step(self, step: Step) -> None:
         session, world_size = self._session, self._place.world_size
+        if self._shadow is not None:
+            self._shadow.keep(step.index)
         num_mine = len(step.microbatches)
         # A short window may leave ranks without work; then nobody reduces in the backward pass.
         by_hand = step.window.num_microbatches < world_size
-        if by_hand:
-            self._replica.broadcast_buffers()
         model = self._replica.module if by_hand else self._replica.forward_module
         session.enter(Phase.DATA)
         fetched: list[Any] = []
@@ -176,12 +182,17 @@ class Loop:
                 self._precision.backward(share)
             self._reducing = False
             loss_sum = share.detach() if loss_sum is None else loss_sum + share.detach()
+        if self._shadow is not None and num_mine:
+            self._shadow.observe()
+            if not self._shadow.is_needed:
+                self._shadow = None
         if world_size > 1:
             self._replica.after_first_backward()
             if session.phase is not Phase.REDUCE:
                 self._last_gradient_mark()
             if by_hand:
                 self._replica.reduce_by_hand()
+            self._replica.broadcast_buffers()
             self._timer.mark()
         session.enter(Phase.OPTIMIZER)
         self._before_change()
@@ -202,6 +213,8 @@ class Loop:
             )
         )
         session.commit(result.applied)
+        if self._shadow is not None:
+            self._shadow.mark()
 
     def _before_change(self) -> None:
         """The state is about to change: a snapshot that is still being copied must be done first."""

@@ -7,6 +7,7 @@ different initialisation by rank zero's, and the reason for the difference would
 from __future__ import annotations
 
 import fnmatch
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -24,6 +25,15 @@ from elastictrain.core.window import EpochTail, WindowPlan
 from elastictrain.errors import ConfigError, ReplicaMismatchError
 from elastictrain.training.collectives import gather_ints
 from elastictrain.training.device import Place
+
+_NO_SYNC: dict[str, Any] = next(
+    {name: False}
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel.__init__).parameters
+)
+"""Has DistributedDataParallel not broadcast buffers before a forward pass; torch 2.13 gave that another name."""
+_BROADCAST_BYTES = 250 << 20
+"""Buffers are joined to messages of this size, as DistributedDataParallel does."""
 
 
 class Replica:
@@ -69,6 +79,8 @@ class Replica:
                 gradient_as_bucket_view=ddp_config.gradient_as_bucket_view,
                 static_graph=ddp_config.static_graph,
                 bucket_cap_mb=ddp_config.bucket_cap_mb,
+                # Done by `broadcast_buffers` at the end of a step: then all replicas are equal at every commit.
+                **_NO_SYNC,
             )
             if not ddp_config.static_graph and not ddp_config.find_unused_parameters:
                 _fix_buckets(self._ddp)
@@ -120,10 +132,17 @@ class Replica:
             parameter.grad.div_(self.place.world_size)
 
     def broadcast_buffers(self) -> None:
-        """Gives every rank rank zero's buffers (such as running statistics): rank zero is the authority."""
-        if self._ddp is not None:
-            for buffer in self._buffers():
-                dist.broadcast(buffer, src=0)
+        """Gives every rank rank zero's buffers (such as running statistics): rank zero is the authority.
+
+        DistributedDataParallel would do so at the begin of a step's first forward pass. At the end of the step before
+        it costs the same, and whichever rank survives the others holds the whole state.
+        """
+        if self._ddp is not None and (buffers := self._buffers()):
+            dist._broadcast_coalesced(  # type: ignore[attr-defined]
+                self._ddp.process_group, buffers, _BROADCAST_BYTES, 0
+            )
+            if not self.place.is_rank_zero:
+                torch.autograd.graph.increment_version(buffers)  # a collective changes them behind torch's count
 
     def _buffers(self) -> list[Tensor]:
         """Collected at each use: a module may put another tensor in place of a buffer."""

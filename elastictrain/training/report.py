@@ -6,8 +6,10 @@ a report reads them all with one collective and one transfer.
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -127,7 +129,7 @@ class Reporter:
     def report(self) -> None:
         """Exchanges and writes what came together since the last report. Collective: all ranks call it."""
         counters = self._session.counters
-        records, self._records = self._records, []
+        records = self._records
         if not records:
             return
         place = self._session.place
@@ -142,6 +144,7 @@ class Reporter:
             device=place.device,
         )
         rows = _all_rows(torch.cat([mine, clock]), place.world_size)
+        self._records = []  # not before they are exchanged: a rank that fails here still has them to report alone
         self._since_s = now_s
         num = len(records)
         losses = [sum(row[i] for row in rows) / place.world_size for i in range(num)]
@@ -186,21 +189,7 @@ class Reporter:
             )
         if self._writer is None:
             return
-        lines: list[Record] = [
-            {
-                "kind": "step",
-                "step": r.step,
-                "incarnation": self._incarnation,
-                "loss": loss,
-                "grad_norm": r.grad_norm.item() if r.grad_norm is not None else None,
-                "lr": r.lr,
-                "applied": r.applied,
-                "samples": r.num_samples,
-                "weight": float(r.weight),
-                **({"loss_scale": r.scale.item()} if r.scale is not None else {}),
-            }
-            for r, loss in zip(records, losses, strict=True)
-        ]
+        lines = [self._line(record, loss) for record, loss in zip(records, losses, strict=True)]
         last = lines[-1]
         report: dict[str, Any] = {
             "step": counters.global_step,
@@ -226,6 +215,41 @@ class Reporter:
             report["loss_scale"] = last["loss_scale"]
         self._writer.write([*lines, {"kind": "report", "incarnation": self._incarnation, **report}])
         self._log.info("progress", **report)
+
+    def report_alone(self, writer: MetricsWriter, last_step: int, marks: Path) -> None:
+        """Writes the lines of the steps since the last report, without the other ranks: some are gone. Then a loss is
+        that of this rank's part of the window alone, and the line says so.
+
+        Args:
+            writer: of rank zero, or of whoever stands in for it.
+            last_step: the steps after it will be done again.
+            marks: file by which the ranks see to it that one of them writes about a step.
+        """
+        records, self._records = self._records, []
+        with marks.open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            done = max(map(int, file.read().split()), default=0)
+            records = [record for record in records if done < record.step <= last_step]
+            if records:
+                file.write(f"{records[-1].step}\n")
+        partial = {"partial": True} if self._session.place.world_size > 1 else {}
+        if records:
+            writer.write([{**self._line(record, record.loss.item()), **partial} for record in records])
+
+    def _line(self, record: StepRecord, loss: float) -> Record:
+        return {
+            "kind": "step",
+            "step": record.step,
+            "incarnation": self._incarnation,
+            "loss": loss,
+            "grad_norm": record.grad_norm.item() if record.grad_norm is not None else None,
+            "lr": record.lr,
+            "applied": record.applied,
+            "samples": record.num_samples,
+            "weight": float(record.weight),
+            **({"loss_scale": record.scale.item()} if record.scale is not None else {}),
+        }
 
     def evaluated(self, values: dict[str, float]) -> None:
         """Writes the values of an evaluation."""

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from elastictrain.core.counters import Counters
-from elastictrain.core.phases import IN_UPDATE, TRANSITIONS, Phase, check_transition
+from elastictrain.core.phases import IN_UPDATE, INTERRUPTIBLE, TRANSITIONS, Phase, check_transition
 from elastictrain.core.seeds import Stream, derive
 from elastictrain.core.window import Microbatch, Window, WindowPlan
 from elastictrain.errors import UsageError
@@ -40,6 +40,13 @@ from elastictrain.training.randomness import Generators
 
 Applied = bool | Callable[[], bool]
 """Whether an update was applied; a callable where only the device knows yet, asked once, as late as possible."""
+
+
+class LeftBehind(BaseException):
+    """What this rank waits for will not come any more: the others, or its agent, are gone.
+
+    Not an Exception, so that code which handles errors of its own lets it through.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +94,8 @@ class Session:
         self._microbatch = 0
         self._counters = counters if counters is not None else Counters()
         self._pending: tuple[Callable[[], bool], int] | None = None
+        self._settling = False
+        self._leave_reason: str | None = None
         self._on_settled: list[Callable[[bool, Counters], None]] = []
         self._step: Step | None = None
         self._phase = Phase.INIT
@@ -108,8 +117,9 @@ class Session:
 
     @property
     def in_update(self) -> bool:
-        """True between the reduction and the commit: the state belongs to no step and cannot be kept."""
-        return self._phase in IN_UPDATE
+        """True between the reduction and the commit, and while the outcome of an update is being settled, also if that
+        failed half-way: the state belongs to no step and cannot be kept."""
+        return self._settling or self._phase in IN_UPDATE
 
     def enter(self, phase: Phase) -> None:
         """Says what the loop does from now on.
@@ -119,6 +129,11 @@ class Session:
         """
         if phase not in TRANSITIONS[self._phase]:
             check_transition(self._phase, phase)
+        self._move_to(phase)
+        if self._leave_reason is not None:
+            self._leave_here()
+
+    def _move_to(self, phase: Phase) -> None:
         now_s = perf_counter()
         self._phase_s[self._phase] += now_s - self._since_s
         self._phase = phase
@@ -141,6 +156,8 @@ class Session:
         """
         if self._heartbeat is not None:
             self._heartbeat.beat(number)
+        if self._leave_reason is not None:
+            self._leave_here()
 
     def tell(self, loss: float, device_bytes: int = 0) -> None:
         """Shows the last known loss, and the memory used on the device, in the heartbeat."""
@@ -226,11 +243,13 @@ class Session:
         if self._pending is None:
             return
         applied, stop = self._pending
+        self._settling = True
         outcome = applied()
         self._pending = None
         self._counters = self._counters.commit(applied=outcome, sample_position=stop)
         for callback in self._on_settled:
             callback(outcome, self._counters)
+        self._settling = False
 
     def on_settled(self, callback: Callable[[bool, Counters], None]) -> None:
         """Has `callback(applied, counters)` called once per step, when its outcome is known and before the next
@@ -242,6 +261,35 @@ class Session:
         self.settle()
         if self._phase is not Phase.EXIT:
             self.enter(Phase.EXIT)
+
+    # ---- giving up
+
+    def leave(self, reason: str) -> None:
+        """Ends this rank's part by `LeftBehind`, as soon as its state is consistent: at once, out of the signal
+        handler that this is made for, or at the next change of phase or beat. Code that swallows it meets it again.
+        """
+        self._leave_reason = reason
+        if self._phase in INTERRUPTIBLE:
+            self._leave_here()
+
+    def _leave_here(self) -> None:
+        # At the end there is nothing left to be interrupted: the rank is leaving.
+        if not self.in_update and self._phase is not Phase.EXIT:
+            raise LeftBehind(self._leave_reason)
+
+    def abandon_step(self) -> bool:
+        """Gives up the step in flight, for good: the session stands at its last commit, in phase `SNAPSHOT`.
+
+        Returns:
+            whether it does: before the first step and after the last there is nothing to keep, and in an update the
+            state belongs to no step.
+        """
+        self._leave_reason = None
+        if self.in_update or self._phase in (Phase.INIT, Phase.EXIT):
+            return False
+        self._step = None
+        self._move_to(Phase.SNAPSHOT)
+        return True
 
     # ---- stopping
 

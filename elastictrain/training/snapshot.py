@@ -258,6 +258,12 @@ class Snapshotter:
             self._committing = None
         return self.last
 
+    def hand_over(self, snapshot: MemorySnapshot) -> None:
+        """Takes a complete snapshot that was taken elsewhere for its newest, and has it made durable."""
+        self.last = snapshot
+        if self._persister is not None:
+            self._persister.submit(snapshot)
+
     def close(self) -> None:
         """Ends the thread; the snapshot in progress is completed."""
         self.wait_committed()
@@ -298,7 +304,7 @@ class Snapshotter:
             return None
         for target, source in now:
             target.copy_(source)
-        return _host_job(later, self._stability)
+        return host_job(later, self._stability)
 
     def _targets(self, file: str, tensors: Mapping[str, Tensor], writer: SlotWriter) -> dict[str, Tensor]:
         """Tensors that are views of the slot's mapped file, by name: their order may be another at each snapshot."""
@@ -377,7 +383,6 @@ class Snapshotter:
             self._log.warning("snapshot_failed", at_step=step, error=str(error))
             writer.abort()
             return
-        self.last = snapshot
         # The thread's time is not all lost to training; where every core computes, it is.
         self._last = replace(self._last, ended_s=perf_counter(), cost_s=perf_counter() - began_s)
         self._log.info(
@@ -387,11 +392,11 @@ class Snapshotter:
             copy_s=round(copied_s - began_s, 6),
             total_s=round(perf_counter() - began_s, 6),
         )
-        if self._persister is not None:
-            self._persister.submit(snapshot)
+        self.hand_over(snapshot)
 
 
-def _host_job(copies: list[tuple[Tensor, Tensor]], stability: Stability) -> CopyJob:
+def host_job(copies: list[tuple[Tensor, Tensor]], stability: Stability) -> CopyJob:
+    """Cuts copies of (target, source) on the host into pieces."""
     pieces: list[_Piece] = []
     others: list[tuple[Tensor, Tensor]] = []
     for target, source in copies:

@@ -29,6 +29,7 @@ from elastictrain.training.hyperparameters import (
 )
 from elastictrain.training.schedules import load_scheduler
 from elastictrain.training.session import Session
+from elastictrain.training.shadow import Shadow
 from elastictrain.training.task import BoundTask
 from elastictrain.training.trainee import Trainee
 
@@ -128,12 +129,31 @@ class TrainingState:
 
     # ---- out
 
-    def capture(self) -> Captured:
-        """The state now. Settles the last update; the session must not be in update."""
+    def capture(self, shadow: Shadow | None = None) -> Captured:
+        """The state now. Settles the last update; the session must not be in update.
+
+        Args:
+            shadow: what has moved since the last commit is taken from there. Without it nothing may have moved.
+
+        Raises:
+            SnapshotMismatchError: in the middle of an update, or what has moved is in no shadow.
+        """
         if self._session.in_update:
             raise SnapshotMismatchError("a snapshot cannot be taken in the middle of an update")
         counters = self._session.counters
+        # A shadow of an earlier step: no forward pass has begun since the commit, all is as it was then.
+        moved = shadow if shadow is not None and shadow.step == counters.global_step else None
         model, aliases, extra = self._model_tensors()
+        task = None
+        if moved is not None:
+            if lost := list(moved.lost()):
+                raise SnapshotMismatchError(f"a forward pass has changed what never changed before: {lost[0]}")
+            model |= {name: tensor for name, tensor in moved.tensors().items() if name in model}
+            plain_then = moved.plain()
+            extra |= plain_then.extra
+            task = plain_then.task
+        elif self._task.has("state_dict"):
+            task = self._task.call("state_dict")
         trained = {name for name, p in self._module.named_parameters() if p.requires_grad}
         optimizer_tensors, optimizer_plain = self._optimizer_state()
         plain, extracted = encode(
@@ -142,7 +162,7 @@ class TrainingState:
                 "optimizer": optimizer_plain,
                 "scheduler": self._scheduler.state_dict() if self._scheduler is not None else None,
                 "scaler": self._precision.scaler.state_dict() if self._precision.scaler is not None else None,
-                "task": self._task.call("state_dict") if self._task.has("state_dict") else None,
+                "task": task,
             },
             lambda value: isinstance(value, Tensor),
         )

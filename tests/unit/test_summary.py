@@ -66,7 +66,9 @@ def test_a_failed_rank_is_the_reason_and_the_restart_says_what_it_cost() -> None
     story.at(113, Kind.RANK_FAILED, rank=0, cause="a collective failed", secondary=True)
     s = story.status(114)
     assert (s.state, s.reason) == ("recovering", "rank 1 failed: killed by SIGKILL")
-    story.at(114, Kind.INCARNATION_ENDED, incarnation=1, cause="rank 1 was killed by SIGKILL", global_step=102)
+    story.at(
+        114, Kind.INCARNATION_ENDED, incarnation=1, cause="rank 1 was killed by SIGKILL", global_step=102, kept_step=102
+    )
     story.at(115, Kind.RESTART_PLANNED, delay_s=3.0, reason="rank 1 was killed by SIGKILL")
     assert "starts again in 3 s" in story.status(115).reason
     assert story.status(115).num_restarts == 1, "one that is going on counts"
@@ -83,6 +85,8 @@ def test_a_failed_rank_is_the_reason_and_the_restart_says_what_it_cost() -> None
             "incident": None,
             "global_step": 102,
             "resumed_step": 102,
+            "kept_step": 102,
+            "steps_lost": 0,
             "lost_s": 8,
         }
     ]
