@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,9 @@ from elastictrain.checkpoint.memory_snapshot import MemorySnapshot, OpenSnapshot
 from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.store import Progress, Store, no_progress
 from elastictrain.errors import BusyError, SnapshotDamagedError, SnapshotError
+
+HASH_THREADS = 2
+"""A snapshot has two large files, the model and the optimizer's state: they are read and hashed side by side."""
 
 Tier = Literal["memory", "durable"]
 
@@ -189,14 +193,16 @@ def open_candidate(candidate: Candidate, scratch: Path, progress: Progress = no_
             manifest, map_file = store.read_manifest(name), lambda file: _map_path(store.fetch(name, file, scratch))
         buffers: dict[str, memoryview] = {}
         damages = []
-        for file, entry in manifest.files.items():
+        for file in manifest.files:
             try:
-                view = buffers[file] = map_file(file)
+                buffers[file] = map_file(file)
             except SnapshotDamagedError:
                 damages.append(Damage(file, "is missing"))
-                continue
-            found = digest(view) if len(view) == entry.size_bytes else ""
-            if damage := check_content(file, entry, len(view), found):
+        with ThreadPoolExecutor(max_workers=HASH_THREADS, thread_name_prefix="hash") as executor:
+            whole = {file: view for file, view in buffers.items() if len(view) == manifest.files[file].size_bytes}
+            digests = dict(zip(whole, executor.map(digest, whole.values()), strict=True))
+        for file, view in buffers.items():
+            if damage := check_content(file, manifest.files[file], len(view), digests.get(file, "")):
                 damages.append(damage)
             progress(len(view))
         if damages:

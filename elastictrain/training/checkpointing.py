@@ -170,6 +170,7 @@ class Checkpointing:
     def _report_hyperparameters(self, restored: Restored) -> None:
         """Says which of two values holds: the one in job.toml is not always the one the run goes by."""
         own = HYPERPARAMETERS in self._spec.allowed_differences
+        hint = {} if own else {"hint": f"To train on with the job's value: --allow {HYPERPARAMETERS}."}
         for changed in restored.hyperparameters:
             self._log.warning(
                 "hyperparameter_differs",
@@ -177,7 +178,7 @@ class Checkpointing:
                 snapshot=changed.kept,
                 job=changed.now,
                 holds="job" if own else "snapshot",
-                hint="" if own else f"To train on with the job's value: --allow {HYPERPARAMETERS}.",
+                **hint,
             )
 
     def _passed_over(self, where: str, reason: str) -> None:
