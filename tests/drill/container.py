@@ -38,13 +38,11 @@ class Container:
 
     Args:
         folder: for what is bound into it, and the log of its console.
-        wants: units that are started at boot.
         files: further files: path inside, content. Written once; they are read-only inside.
     """
 
-    def __init__(self, folder: Path, wants: Sequence[str], files: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, files: Mapping[str, str]) -> None:
         self._folder = folder
-        self._wants = wants
         self.console = folder / "console.log"
         self.state = folder / "state"
         """What is /var/lib/elastictrain inside."""
@@ -71,11 +69,15 @@ class Container:
         # A colon or comma would be an option of --bind-ro; an @ is not.
         self._binds.append(f"--bind-ro={outer}:{inner}")
 
-    def boot(self) -> None:
-        """Starts it, and waits until its systemd takes commands."""
+    def boot(self, wants: Sequence[str] = ()) -> None:
+        """Starts it, and waits until its systemd takes commands.
+
+        Args:
+            wants: units that are started at boot.
+        """
         command = ["systemd-nspawn", "-D", "/", "--volatile=yes", "--keep-unit", "--register=no", "--quiet"]
         command += ["--bind-ro=/etc/hosts", *self._binds, "--boot", "systemd.firstboot=no", "systemd.unit=basic.target"]
-        command += [f"systemd.wants={unit}" for unit in self._wants]
+        command += [f"systemd.wants={unit}" for unit in wants]
         with self.console.open("ab") as console:
             self._nspawn = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT, start_new_session=True

@@ -49,12 +49,11 @@ JOBS = {
     "doomed": {**job("doomed", num_ranks=1, fail_at=5), "supervisor": {"same_step_failures": 1}},
     "broken": {**job("broken", num_ranks=1), "task": "tests.drill.paced:Tusk"},
 }
-AT_BOOT = "steady"
 
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
-    """A machine on which the jobs of `JOBS` are services, one of which starts at boot."""
+    """A machine on which the jobs of `JOBS` are services."""
     skip_unless_possible()
     folder = tmp_path_factory.mktemp("machine")
     install = [sys.executable, "-m", "elastictrain.cli.main", "service", "install", "--bin", ELASTICTRAIN]
@@ -65,7 +64,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
     files["/etc/systemd/system/elastictrain@.service.d/drill.conf"] = drop_in
     for name, content in JOBS.items():
         files[f"/etc/elastictrain/{name}.toml"] = tomli_w.dumps(content)
-    container = Container(folder / "container", [unit(AT_BOOT)], files)
+    container = Container(folder / "container", files)
     try:
         container.boot()
         yield container
@@ -153,6 +152,7 @@ def test_whatever_happens_it_ends_as_if_nothing_had(machine: Container, tmp_path
     steady = Steady(machine)
 
     # READY when the ranks train.
+    start(machine, "steady")
     shown = wait_for_unit(machine, "steady", "active")
     assert steady.steps()[1], "it is ready, and no rank has begun a step"
     now = steady.trains()
@@ -202,14 +202,14 @@ def test_whatever_happens_it_ends_as_if_nothing_had(machine: Container, tmp_path
     machine.run("systemctl", "reboot", check=False)
     machine.wait_down()
     assert read_status(steady.folder, "steady").state == "stopped"
-    machine.boot()
+    machine.boot([unit("steady")])
     now = steady.goes_on(old, redone=0)
 
     # A power cut takes what was in memory with it.
     old = now
     machine.destroy()
     assert read_status(steady.folder, "steady").state == "not_running"
-    machine.boot()
+    machine.boot([unit("steady")])
     now = steady.goes_on(old, redone=2 * SNAPSHOT_STEPS)
     assert now["num_restarts"] == old["num_restarts"] + 1
 
@@ -238,8 +238,8 @@ def undisturbed(folder: Path) -> str:
 
 def test_it_runs_as_its_own_user_and_may_do_little(machine: Container) -> None:
     start(machine, "doomed")
-    pid = wait_until(lambda: machine.show(unit("doomed"))["MainPID"].strip("0"))
-    wait_until(lambda: status(machine, "doomed")["daemon_running"])
+    wait_until((machine.state / "doomed" / "control.json").exists)
+    pid = machine.show(unit("doomed"))["MainPID"]
     process = machine.run("cat", f"/proc/{pid}/status")
     fields = dict(line.split(":", 1) for line in process.splitlines())
     uid = machine.run("id", "-u", "elastictrain")
