@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+ALARM_S = int(signal.SIGPWR)
+"""How long after its parent's end a process of `outlive_parent` lives at most, unless it sets another timer."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -13,6 +13,10 @@ import typer
 if TYPE_CHECKING:
     from elastictrain.cli.service_units import Installation
 
+SETTLE_S = 60.0
+"""The launcher, which sees to it, has less (`supervisor.teardown_timeout_s`, by default 10)."""
+SETTLE_LOOK_S = 0.05
+
 app = typer.Typer(no_args_is_help=True, help="Run jobs as systemd services: elastictrain@NAME runs NAME.toml.")
 
 UserOption = Annotated[bool, typer.Option("--user", help="For this user's service manager, not the machine's.")]
@@ -109,6 +113,21 @@ def uninstall(user: UserOption = False, root: RootOption = None) -> None:
             raise StateDirError(f"{path} cannot be removed: {error.strerror}", "Use sudo.") from error
     if root is None:
         _tell(*_systemctl(user), "daemon-reload")
+
+
+@app.command(hidden=True)
+def settle(state_dir: Annotated[Path, typer.Option("--state-dir", metavar="DIR", help="Of the job.")]) -> None:
+    """Wait until a supervisor that is gone has left no rank behind: each keeps its last step first.
+
+    The unit runs it as ExecStopPost, before systemd kills the rest of a service's processes.
+    """
+    import time
+
+    from elastictrain.leftovers import leftovers
+
+    deadline_s = time.monotonic() + SETTLE_S
+    while any(leftovers(state_dir.absolute())) and time.monotonic() < deadline_s:
+        time.sleep(SETTLE_LOOK_S)
 
 
 def _installation(user: bool, command: str | None, config_dir: str | None, stop_timeout_s: int) -> Installation:

@@ -36,15 +36,25 @@ class Installation:
         return self.config_dir or ("%E/elastictrain" if self.user else "/etc/elastictrain")
 
     @property
+    def exec_settle(self) -> str:
+        """What runs when a job's service has ended."""
+        return f"{self._command_line} service settle --state-dir %S/elastictrain/%i"
+
+    @property
+    def _command_line(self) -> str:
+        return " ".join(_quoted(word) for word in self.command)
+
+    @property
     def exec_start(self) -> str:
         """The command line of a job's service."""
-        command = " ".join(_quoted(word) for word in self.command)
-        return f"{command} run {self.jobs_in}/%i.toml --state-dir %S/elastictrain/%i {self.run_arguments}".rstrip()
+        arguments = f"{self.jobs_in}/%i.toml --state-dir %S/elastictrain/%i {self.run_arguments}"
+        return f"{self._command_line} run {arguments}".rstrip()
 
     def files(self) -> dict[Path, str]:
         """Content by path, below the root of the file system, or below the user's configuration folder."""
         values = {
             "exec_start": self.exec_start,
+            "exec_settle": self.exec_settle,
             "config_dir": self.jobs_in,
             "stop_timeout_s": str(self.stop_timeout_s),
             "user_section": "" if self.user else _template("system_section"),

@@ -21,7 +21,7 @@ from types import FrameType
 
 from elastictrain.core.phases import Phase
 from elastictrain.heartbeat import heartbeat_paths, read_heartbeat
-from elastictrain.procs import outlive_parent, read_stat
+from elastictrain.procs import ALARM_S, outlive_parent, read_stat
 from elastictrain.protocol import error_path
 from elastictrain.training.session import Session
 
@@ -36,7 +36,8 @@ class Termination:
         session: of this rank.
         run_dir: folder of the incarnation.
         parent_pid: who started this process.
-        grace_s: after which this process is gone once its parent is, whatever it does; unless somebody stopped it.
+        grace_s: after which this process is gone once its main thread has noticed that its parent is; unless somebody
+            stopped it.
     """
 
     def __init__(self, session: Session, run_dir: Path, parent_pid: int, grace_s: float) -> None:
@@ -52,7 +53,7 @@ class Termination:
     def begin(self) -> None:
         """From now on SIGTERM is handled, and the parent's death is one."""
         signal.signal(signal.SIGTERM, self._handle)
-        outlive_parent(self._parent_pid, self._repeat)
+        outlive_parent(self._parent_pid, self._lose_parent)
 
     def end(self) -> None:
         """The rank is leaving already."""
@@ -74,6 +75,12 @@ class Termination:
             self._session.leave("another rank of this node ended")
         elif self._session.phase is not Phase.EXIT:
             self._session.request_stop("SIGTERM")
+
+    def _lose_parent(self) -> None:
+        # Python code can run here. The main thread may wait for a rank in which it cannot: that one is ended by its
+        # alarm, and only then can this one keep its state.
+        signal.setitimer(signal.ITIMER_REAL, ALARM_S + self._grace_s)
+        self._repeat()
 
     def _repeat(self) -> None:
         """Has the main thread told to leave until it does."""

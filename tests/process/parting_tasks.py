@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
@@ -98,14 +97,3 @@ class Grieved(Resumable):
         self.calls.at("loss")
         loss.register_hook(lambda _gradient: self.calls.at("backward"))
         return loss
-
-
-class Ignoring(Grieved):
-    """Has user code that swallows every error of its own."""
-
-    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        try:
-            time.sleep(self.pause_s)
-        except Exception:  # noqa: BLE001 - as users do
-            os.abort()
-        return super().loss(model, batch)

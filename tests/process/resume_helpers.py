@@ -97,10 +97,15 @@ def trace(run: Trained) -> dict[int, tuple[Any, ...]]:
 
 def assert_same_future(run: Trained, folder: Path, whole: Trained, whole_folder: Path) -> None:
     """The interrupted run went the way of the uninterrupted one, and ended where it did."""
+    assert_same_trace(run, whole)
+    assert kept(folder) == kept(whole_folder)
+
+
+def assert_same_trace(run: Trained, whole: Trained) -> None:
+    """The same steps, to the last bit; but for losses of which only a part could be told."""
     mine, theirs = trace(run), trace(whole)
     partial = {step for step, values in mine.items() if values[0] == "'partial'"}
     assert {s: v[s in partial :] for s, v in mine.items()} == {s: v[s in partial :] for s, v in theirs.items()}
-    assert kept(folder) == kept(whole_folder)
 
 
 def samples(run: Trained, rank: int = 0) -> list[int]:

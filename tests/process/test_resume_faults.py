@@ -22,13 +22,13 @@ from tests.process.helpers import Trained, wait_until
 from tests.process.resume_helpers import (
     KILLED,
     assert_same_future,
+    assert_same_trace,
     go,
     kept,
     memory_of,
     nothing_left,
     steps_in,
     store_of,
-    trace,
 )
 
 MEMORY_POINTS = [point for point in POINTS if point.startswith("memory.")]
@@ -66,7 +66,7 @@ def sweep(folder: Path, whole: Trained, kills: list[dict[str, str]], num_steps: 
         assert restored[0] >= newest, f"{fault}: a snapshot was lost"
         newest = restored[0]
     run = go(folder / "cut", **EVERYTHING, train_section={"max_steps": num_steps})
-    assert trace(run) == trace(whole)
+    assert_same_trace(run, whole)
     assert kept(folder / "cut") == kept(folder / "whole")
     assert nothing_left(folder / "cut")
 
@@ -125,7 +125,7 @@ def kill_at_random_times(folder: Path, num_kills: int, world_size: int, num_step
         done += 1
     assert done >= num_kills, f"the run was over after {done} kills: make it longer"
     run = go(folder / "cut", world_size, **options)
-    assert trace(run) == trace(whole)
+    assert_same_trace(run, whole)
     assert kept(folder / "cut") == kept(folder / "whole")
     assert nothing_left(folder / "cut")
 
@@ -449,7 +449,7 @@ def test_a_store_without_room_costs_nothing_but_time(tmp_path: Path, small_disk:
     run = go(job, checkpoint={"url": str(small_disk / "store")}, while_running=make_room)
     assert run.events("persister_retrying")[0]["level"] == "warning"
     assert "No space left" in run.events("persister_retrying")[0]["error"]
-    assert trace(run) == trace(whole)
+    assert_same_trace(run, whole)
     assert kept(job, open_store(small_disk / "store")) == kept(tmp_path / "whole")
     assert nothing_left(job)
 

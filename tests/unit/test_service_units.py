@@ -96,6 +96,7 @@ def test_install_and_uninstall_below_a_root(tmp_path: Path) -> None:
     assert found["ExecStart"] == [
         "/opt/et/bin/elastictrain run /etc/elastictrain/%i.toml --state-dir %S/elastictrain/%i --service --output json"
     ]
+    assert found["ExecStopPost"] == ["/opt/et/bin/elastictrain service settle --state-dir %S/elastictrain/%i"]
     assert found["TimeoutStopSec"] == ["900"]
     assert "@" not in re.sub(r"elastictrain@|%", "", text), "a placeholder is left"
     assert (tmp_path / "etc/sysusers.d/elastictrain.conf").exists()
