@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, MutableMapping
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO, cast
 
 import structlog
 from structlog.typing import FilteringBoundLogger
@@ -24,8 +24,16 @@ MAX_KEY_BYTES = 24
 """Room for a key, its quotes and its comma."""
 
 
+class Writable(Protocol):
+    """What lines are written to."""
+
+    def write(self, text: str, /) -> int: ...
+
+    def flush(self) -> None: ...
+
+
 def make_logger(
-    stream: TextIO | None = None, stamp: Callable[[], dict[str, Any]] | None = None, **bound: Any
+    stream: Writable | None = None, stamp: Callable[[], dict[str, Any]] | None = None, **bound: Any
 ) -> Logger:
     """A logger that writes JSON lines.
 
@@ -43,7 +51,7 @@ def make_logger(
 
     out = stream if stream is not None else sys.stderr
     logger: Logger = structlog.wrap_logger(
-        structlog.WriteLogger(out),
+        structlog.WriteLogger(cast("TextIO", out)),
         processors=[
             add_stamp,
             structlog.processors.add_log_level,

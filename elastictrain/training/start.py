@@ -16,7 +16,7 @@ from typing import TextIO
 
 from elastictrain.heartbeat import my_heartbeat
 from elastictrain.procs import die_with_parent
-from elastictrain.protocol import ENV_RUN_DIR, output_pipe, stacks_path
+from elastictrain.protocol import ENV_RUN_DIR, output_pipe, rank_log, stacks_path
 
 _stacks: list[TextIO] = []
 """The open file that stacks go to; faulthandler keeps only its descriptor."""
@@ -41,6 +41,42 @@ def _print_into(pipe: Path) -> None:
         os.dup2(fd, 1)
         os.dup2(fd, 2)
         os.close(fd)
+
+
+class LastingOutput:
+    """Standard error, for events; once nobody reads it any more, the rank's log.
+
+    A supervisor that dies takes the reading end of the pipe with it. What the rank has to say from then on, as to what
+    it has kept, must not fail for that.
+
+    Args:
+        run_dir: folder of the incarnation.
+        local_rank: on this node.
+    """
+
+    def __init__(self, run_dir: Path, local_rank: int) -> None:
+        self._log = rank_log(run_dir, local_rank)
+
+    def write(self, text: str) -> int:
+        try:
+            return sys.stderr.write(text)
+        except OSError:
+            self._print_into_log()  # what was written stays in the buffer until it gets through
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            sys.stderr.flush()
+        except OSError:
+            self._print_into_log()
+
+    def _print_into_log(self) -> None:
+        with contextlib.suppress(OSError):
+            fd = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(fd, 1)
+            os.dup2(fd, 2)
+            os.close(fd)
+            sys.stderr.flush()
 
 
 def be_watched(run_dir: Path) -> None:

@@ -6,6 +6,7 @@ failed, which also keeps its state (`training.parting`). The exit code says whet
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -43,8 +44,9 @@ def main() -> int:
     code = _Worker(run_dir, parent_pid).run()
     if code:
         # Not sys.exit: destructors of a process group whose peers are blocked would block as well.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # nobody may be reading any more
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
     return 0
 
@@ -62,7 +64,8 @@ class _Worker:
         self._parent_pid = parent_pid
         self._spec = spec = RunSpec.read(run_dir)
         self._rank = int(os.environ.get("RANK", "0"))
-        self._log = make_logger(stamp=self._stamp, rank=self._rank, incarnation=spec.incarnation)
+        output = start.LastingOutput(run_dir, int(os.environ.get("LOCAL_RANK", "0")))
+        self._log = make_logger(output, stamp=self._stamp, rank=self._rank, incarnation=spec.incarnation)
         self._session: Session | None = None
         self._termination: Termination | None = None
         self._job: Job | None = None

@@ -496,7 +496,7 @@ def test_a_complete_training_whose_last_step_cannot_be_kept_is_an_error(tmp_path
     filler.unlink()
     run = go(job, overrides=["train.max_steps=4"], **options)
     assert run.events("restored")[0]["global_step"] == 2
-    assert trace(run) == trace(whole)
+    assert_same_trace(run, whole)
     assert kept(job, store) == kept(tmp_path / "whole")
 
 

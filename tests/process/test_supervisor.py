@@ -21,7 +21,8 @@ from elastictrain.cli.state_dir import StateDir
 from elastictrain.config import load_job
 from elastictrain.core.lifecycle import State
 from elastictrain.errors import BusyError, IllegalTransitionError
-from elastictrain.protocol import ENV_RUN_DIR, JOURNAL_FILE
+from elastictrain.heartbeat import heartbeat_paths, read_heartbeat
+from elastictrain.protocol import ENV_RUN_DIR, JOURNAL_FILE, read_error_reports
 from elastictrain.supervisor.journal import JournalReader
 from elastictrain.supervisor.supervisor import Supervisor
 from tests.process.faulty import GLOBAL_BATCH
@@ -348,6 +349,9 @@ def test_nothing_outlives(tmp_path: Path, victim: str) -> None:
         assert len(group) == 4, "two ranks, a loader process each"
         {"supervisor": process, "launcher": launcher, "agent": agent}[victim].kill()
         wait_until(lambda: all_gone([*group, agent]), 10.0)
+        first = state / "runs" / "0001"
+        steps = [beat.step for path in heartbeat_paths(first).values() if (beat := read_heartbeat(path)) is not None]
+        assert max(report.kept_step or 0 for report in read_error_reports(first)) == max(steps), "a step was lost"
         if victim != "supervisor":
             wait_until(lambda: len(ours(state)) == 6 and not {agent, *group} & set(ours(state)))
             process.send_signal(signal.SIGTERM)
