@@ -25,6 +25,7 @@ from elastictrain.procs import die_with_parent
 from elastictrain.protocol import ENV_RUN_DIR, OUTCOME_FILE, ErrorReport, RunSpec, write_json
 from elastictrain.training import start
 from elastictrain.training.device import process_group
+from elastictrain.training.injection import make_session
 from elastictrain.training.job import run_job
 from elastictrain.training.session import Session
 from elastictrain.training.task import user_traceback
@@ -56,7 +57,7 @@ def main() -> int:
             timeout_s=config.elastic.process_group_timeout_s,
             num_threads=_num_threads(config),
         ) as place:
-            session = Session(place, seed=config.seed)
+            session = make_session(spec, place, seed=config.seed)
             signal.signal(signal.SIGTERM, lambda _signum, _frame: _stop(session, "SIGTERM"))
             outcome = run_job(spec, session, log)
             if place.is_rank_zero:
