@@ -9,17 +9,20 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elastictrain.cli.options import SetOption
+from elastictrain.cli.job_dirs import JobDir, find_job_dir
+from elastictrain.cli.options import SetOption, StateDirOption
 from elastictrain.errors import ElasticTrainError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from elastictrain.core.faults import Fault
     from elastictrain.drill.exercise import Row
     from elastictrain.drill.settings import DrillJob
 
@@ -34,7 +37,7 @@ def drill(
     words: Annotated[
         list[str],
         typer.Argument(
-            metavar="[NAME...|all] JOB | list | soak JOB",
+            metavar="[NAME...|all] JOB | soak [NAME...] JOB | list",
             help="Faults by name, and the job: a job.toml, its folder, or an example by name. `list` explains them.",
         ),
     ],
@@ -57,6 +60,22 @@ def drill(
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep the folders of all runs, not of failed ones alone.")
     ] = False,
+    for_: Annotated[
+        str, typer.Option("--for", metavar="TIME", help="soak: how long the run would take undisturbed: 90s, 10m, 2h.")
+    ] = "10m",
+    mtbf: Annotated[
+        str, typer.Option("--mtbf", metavar="TIME", help="soak: mean time of training between two faults.")
+    ] = "30s",
+    seed: Annotated[int, typer.Option("--seed", metavar="S", help="soak: of the faults and their steps.")] = 0,
+    live: Annotated[
+        str | None,
+        typer.Option("--live", metavar="JOB", help="Do one fault to this running job: its name, or its job.toml."),
+    ] = None,
+    state_dir: StateDirOption = None,
+    yes: Annotated[bool, typer.Option("--yes", help="--live: do not ask first.")] = False,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", metavar="S", min=0.1, help="--live: how long to wait for the job to go on.")
+    ] = 1200.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Prove on your own job that it survives: run it with faults in it, and compare bit for bit.
@@ -70,60 +89,140 @@ def drill(
         _list(as_json)
         return
     from elastictrain.core.faults import select
-    from elastictrain.drill.settings import load_drill_job, refusal
 
+    if live is not None or state_dir is not None:
+        where = find_job_dir(live, state_dir)
+        if len(words) != 1:
+            raise UsageError("--live takes one fault at a time", "For example: elastictrain drill kill-rank --live JOB")
+        _live(select(words)[0], where, yes=yes, timeout_s=timeout_s, as_json=as_json)
+        return
+    is_soak = words[0] == "soak"
     if len(words) < 2:
-        raise UsageError(
-            f"drill {words[0]}: give the faults and then the job", "For example: elastictrain drill kill-rank job.toml"
-        )
-    faults = select(words[:-1])
+        what = "give the job" if is_soak else "give the faults and then the job"
+        raise UsageError(f"drill {words[0]}: {what}", "For example: elastictrain drill kill-rank job.toml")
+    from elastictrain.drill.settings import load_drill_job
+
+    faults = select(words[1:-1] if is_soak else words[:-1])
     job = load_drill_job(words[-1], overrides or [], steps=steps, at_step=at_step)
-    for fault in faults:
-        if "all" not in words and (why := refusal(fault, job)):
-            raise UsageError(f"{fault.name}: {why}")
-    _drill(job, faults, report, scratch, keep=keep, as_json=as_json, refuse="all" not in words)
+    places = Places(scratch, report, keep)
+    if is_soak:
+        _soak(job, faults, places, for_=for_, mtbf=mtbf, seed=seed, as_json=as_json)
+    else:
+        _drill(job, faults, places, skips_refused="all" in words, as_json=as_json)
 
 
-def _drill(
-    job: DrillJob,
-    faults: list[Any],
-    report: Path | None,
-    scratch: Path | None,
-    *,
-    keep: bool,
-    as_json: bool,
-    refuse: bool,
-) -> None:
-    from rich.console import Console
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where a drill writes.
 
+    Args:
+        scratch: folder of the runs; None for a temporary one.
+        report: folder of the report; None for that of the runs.
+        keep: leave the folders of all runs.
+    """
+
+    scratch: Path | None
+    report: Path | None
+    keep: bool
+
+
+def _drill(job: DrillJob, faults: list[Fault], places: Places, *, skips_refused: bool, as_json: bool) -> None:
     from elastictrain.drill.exercise import Exercise
-    from elastictrain.drill.report import as_document, print_table, save
+    from elastictrain.drill.settings import refusal
 
-    errors = Console(stderr=True, highlight=False)
-    with scratch_folder(scratch) as folder, ending_all():
-        exercise = Exercise(job, folder, tell=lambda text: errors.print(text, style="dim", markup=False), keep=keep)
-        rows: list[Row] = [exercise.run(fault) for fault in faults]
-        about = {
-            "job": job.config.name,
-            "steps": job.steps,
-            "fault_after_step": job.fault_step,
-            "snapshot_every_steps": job.snapshot_every_steps,
-            "world_size": job.world_size,
-        }
-        saved = save(rows, about, report if report is not None else folder)
+    for fault in faults:
+        if not skips_refused and (why := refusal(fault, job)):
+            raise UsageError(f"{fault.name}: {why}")
+    with scratch_folder(places.scratch) as folder, ending_all():
+        exercise = Exercise(job, folder, tell=_tell, keep=places.keep)
+        rows = [exercise.run(fault) for fault in faults]
+        saved = _save(rows, about(job), places, folder)
+    _conclude(rows, about(job), saved, skips_refused=skips_refused, as_json=as_json)
+
+
+def _soak(
+    job: DrillJob, faults: list[Fault], places: Places, *, for_: str, mtbf: str, seed: int, as_json: bool
+) -> None:
+    from elastictrain.core.soak import parse_duration_s, soakable
+    from elastictrain.drill.soak import Soak
+
+    for_s, mtbf_s = parse_duration_s(for_), parse_duration_s(mtbf)
+    for name, text, value_s in (("--for", for_, for_s), ("--mtbf", mtbf, mtbf_s)):
+        if value_s is None:
+            raise UsageError(f"{name} {text}: not a duration", "For example: 90s, 10m, 2h.")
+    assert for_s is not None
+    assert mtbf_s is not None
+    if unfit := [fault.name for fault in faults if not fault.in_soak]:
+        names = ", ".join(fault.name for fault in soakable())
+        raise UsageError(f"a soak cannot have {', '.join(unfit)}", f"It can have: {names}.")
+    with scratch_folder(places.scratch) as folder, ending_all():
+        soaked = Soak(job, folder, for_s=for_s, mtbf_s=mtbf_s, seed=seed, faults=faults or soakable(), tell=_tell).run()
+        facts = {**about(job), "seed": seed, "for_s": for_s, "mtbf_s": mtbf_s, **soaked.about}
+        saved = _save([soaked.row], facts, places, folder)
+    _conclude([soaked.row], facts, saved, skips_refused=False, as_json=as_json)
+
+
+def _live(fault: Fault, where: JobDir, *, yes: bool, timeout_s: float, as_json: bool) -> None:
+    from elastictrain.cli.daemon import require_daemon
+    from elastictrain.drill.live import check_live, find_target, strike
+
+    check_live(fault)
+    status = require_daemon(where).get("/status")
+    target = find_target(fault, status)
+    if not yes:
+        question = f"Send {target.signum.name} to {target.words} of {where.name}, process {target.pid}?"
+        if not typer.confirm(question, err=True):
+            raise typer.Exit(1)
+        # It may have been a while.
+        status = require_daemon(where).get("/status")
+        target = find_target(fault, status)
+    row = strike(fault, target, status, timeout_s=timeout_s, tell=_tell)
+    _conclude([row], {"job": where.name, "live": True}, None, skips_refused=False, as_json=as_json)
+
+
+def about(job: DrillJob) -> dict[str, Any]:
+    """What was drilled, for the report."""
+    return {
+        "job": job.config.name,
+        "steps": job.steps,
+        "fault_after_step": job.fault_step,
+        "snapshot_every_steps": job.snapshot_every_steps,
+        "world_size": job.world_size,
+    }
+
+
+def _tell(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _save(rows: list[Row], facts: dict[str, Any], places: Places, folder: Path) -> tuple[Path, Path]:
+    from elastictrain.drill.report import save
+
+    return save(rows, facts, places.report if places.report is not None else folder)
+
+
+def _conclude(
+    rows: list[Row], facts: dict[str, Any], saved: tuple[Path, Path] | None, *, skips_refused: bool, as_json: bool
+) -> None:
+    """Prints the report; fails unless all hold."""
+    from elastictrain.drill.report import as_document, print_table
+
     if as_json:
-        typer.echo(json.dumps(as_document(rows, about), indent=2))
+        typer.echo(json.dumps(as_document(rows, facts), indent=2))
     else:
         print_table(rows, _console())
-        typer.echo(f"Saved: {saved[0]} and {saved[1].name}")
-    failed = [row.fault for row in rows if row.verdict == "fails" or (refuse and row.verdict == "refused")]
+        if saved is not None:
+            typer.echo(f"Saved: {saved[0]} and {saved[1].name}")
+    failed = [row.fault for row in rows if row.verdict == "fails" or (row.verdict == "refused" and not skips_refused)]
     if failed:
         raise DrillFailedError(f"{len(failed)} of {len(rows)} drill(s) do not hold: {', '.join(failed)}")
 
 
 @contextmanager
 def scratch_folder(path: Path | None) -> Iterator[Path]:
-    """The folder that the runs write into; without a report or a failed run in it, it goes again."""
+    """The folder that the runs write into; one of our own goes again where there is nothing to report."""
+    from elastictrain.drill.trial import DrillError
+
     if path is not None:
         if path.exists() and any(path.iterdir()):
             raise UsageError(f"--scratch {path}: this folder is not empty", "Name a new one.")
@@ -133,10 +232,10 @@ def scratch_folder(path: Path | None) -> Iterator[Path]:
     made = Path(tempfile.mkdtemp(prefix="elastictrain-drill-"))
     try:
         yield made
+    except DrillError:
+        raise  # its message points to what is in there
     except BaseException:
-        # The reference's own failure points to its output; anything else leaves nothing that is worth keeping.
-        if not any(made.glob("reference*")):
-            shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(made, ignore_errors=True)
         raise
     if not any(made.iterdir()):
         made.rmdir()

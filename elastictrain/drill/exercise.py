@@ -10,7 +10,7 @@ from typing import Any
 
 from elastictrain.armed import ArmedFault
 from elastictrain.core.drill_verdict import Seen, objections
-from elastictrain.core.events import Kind
+from elastictrain.core.events import Event, Kind
 from elastictrain.core.faults import Action, Expect, Fault, Outside, Point, allowed_steps_lost
 from elastictrain.core.trajectory import RankTrace, survey
 from elastictrain.core.window import EpochTail
@@ -130,7 +130,7 @@ class Exercise:
                     f"the job does not even run undisturbed (exit code {code}): there is nothing to drill",
                     f"{trial.last_words()}\nIts output is in {trial.folder}.",
                 )
-            survived = survey(trial.traces(), drops_tail_of=self._dropped_tail(trial))
+            survived = survey(trial.traces(), drops_tail_of=self.dropped_tail(trial))
             reference = Reference(
                 lines=trial.step_lines(),
                 final=read_final_state(trial.store()),
@@ -195,9 +195,9 @@ class Exercise:
         return [ArmedFault(f"{fault.name}-{rank}", fault.action, rank, point.step, point.phase) for rank in ranks]
 
     def _drilled(self, fault: Fault, point: Point, fault_id: str, trial: Trial, reference: Reference) -> Row:
-        deadline_s = time.monotonic() + self._patience_s(reference)
+        deadline_s = time.monotonic() + self.patience_s(reference)
         trial.start()
-        has_fired = trial.wait_for(lambda: trial.drill.fired_at_s(fault_id) is not None, deadline_s)
+        has_fired = trial.wait_fired(fault_id, deadline_s)
         at_s = trial.drill.fired_at_s(fault_id)
         damaged: list[str] = []
         if has_fired and fault.outside is not Outside.NOTHING:
@@ -205,11 +205,11 @@ class Exercise:
         code = trial.wait_end(deadline_s)
         return self._judge(fault, point, trial, reference, at_s, damaged, code)
 
-    def _patience_s(self, reference: Reference) -> float:
+    def patience_s(self, reference: Reference, *, num_faults: int = 1) -> float:
         """After so long a run is given up. Every limit of the job's own watchdog lies below the timeout of its
-        process group, and nothing needs more than three of them."""
+        process group, and a fault needs no more than three of them."""
         group_s = self.job.config.elastic.process_group_timeout_s
-        return MIN_DEADLINE_S + 5 * reference.wall_s + 3 * group_s
+        return 5 * reference.wall_s + num_faults * (MIN_DEADLINE_S + 3 * group_s)
 
     # ---- what was seen
 
@@ -224,8 +224,8 @@ class Exercise:
         code: int | None,
     ) -> Row:
         traces = trial.traces()
-        survived = survey(traces, drops_tail_of=self._dropped_tail(trial))
-        final = self._final_state(trial, fault)
+        survived = survey(traces, drops_tail_of=self.dropped_tail(trial))
+        final = self.final_state(trial) if fault.expect is not Expect.HALT else None
         difference: str | None = None
         if final is not None or fault.expect is Expect.HALT:
             difference = first_difference(
@@ -254,15 +254,18 @@ class Exercise:
                 for place in damaged
             ),
             halt_reason=str(halted[-1].fields.get("reason", "")) if halted else "",
+            leftovers=trial.leftovers(),
             halted_where=(f"step {point.step + 1} ", "samples ") if fault.expect is Expect.HALT else (),
         )
         wrong = objections(fault, seen)
-        detected_s = self._detected_s(trial, at_s)
+        is_of_store = fault.outside in (Outside.STORE_AWAY, Outside.STORE_FULL)
         return Row(
             fault=fault.name,
             injected_at=str(point),
-            detected_s=detected_s,
-            recovered_s=self._recovered_s(trial, traces, fault, at_s),
+            detected_s=self._store_detected_s(trial, at_s) if is_of_store else self.detected_s(trial, at_s),
+            recovered_s=(
+                self._store_recovered_s(trial, point, at_s) if is_of_store else self.recovered_s(traces, at_s)
+            ),
             steps_lost=survived.steps_lost,
             samples_repeated=survived.samples_repeated,
             samples_skipped=survived.samples_skipped,
@@ -279,37 +282,51 @@ class Exercise:
         plain = self.reference if fault.expect is Expect.SKIP else reference
         return plain.final.counters.get("skipped", 0)
 
-    def _final_state(self, trial: Trial, fault: Fault) -> FinalState | None:
-        if fault.expect is Expect.HALT:
-            return None
+    def final_state(self, trial: Trial) -> FinalState | None:
+        """What the run kept at its end; None if there is nothing that can be read."""
         try:
             return read_final_state(trial.store())
         except ElasticTrainError:
             return None
 
-    def _dropped_tail(self, trial: Trial) -> int | None:
+    def dropped_tail(self, trial: Trial) -> int | None:
+        """Samples per epoch, where windows leave out an epoch's tail."""
         started = trial.said_named("training_started")
         drops = self.job.config.data.epoch_tail is EpochTail.DROP
         return int(started[0].fields["samples"]) if drops and started else None
 
-    def _detected_s(self, trial: Trial, at_s: float | None) -> float | None:
+    def detected_s(self, trial: Trial, at_s: float | None) -> float | None:
+        """From the fault until the journal says that something is wrong; None if it never does."""
         if at_s is None:
             return None
-        moments = [event.moment.boot_s for event in trial.events(DETECTED)]
-        return min((round(moment_s - at_s, 3) for moment_s in moments if moment_s >= at_s), default=None)
+        noticed = [event for event in trial.events(DETECTED) if event.moment.boot_s >= at_s and not _is_good(event)]
+        return round(noticed[0].moment.boot_s - at_s, 3) if noticed else None
 
-    def _recovered_s(self, trial: Trial, traces: list[RankTrace], fault: Fault, at_s: float | None) -> float | None:
+    def _store_detected_s(self, trial: Trial, at_s: float | None) -> float | None:
+        """From an outage of the store until the run says that it cannot write there."""
+        said = [said.at_s for said in list(trial.said) if said.name.startswith("persister_")]
+        return next((round(moment_s - at_s, 3) for moment_s in said if at_s and moment_s >= at_s), None)
+
+    def _store_recovered_s(self, trial: Trial, point: Point, at_s: float | None) -> float | None:
+        """From an outage of the store until a snapshot that was taken in it was durable."""
+        durable = [e for e in trial.events([Kind.SNAPSHOT_DURABLE]) if e.fields.get("at_step", 0) > point.step]
+        return round(durable[0].moment.boot_s - at_s, 3) if durable and at_s else None
+
+    def recovered_s(self, traces: list[RankTrace], at_s: float | None) -> float | None:
+        """From the fault until every rank of a group that began after it had committed a step."""
         if at_s is None:
             return None
-        if fault.outside in (Outside.STORE_AWAY, Outside.STORE_FULL):
-            durable = [e.moment.boot_s for e in trial.events([Kind.SNAPSHOT_DURABLE])]
-            return min((round(moment_s - at_s, 3) for moment_s in durable if moment_s >= at_s), default=None)
         groups: dict[int, list[float]] = {}
         for trace in traces:
             if trace.began_step is not None and trace.began_s > at_s:
                 groups.setdefault(trace.incarnation, []).append(min(trace.committed.values(), default=float("inf")))
         recovered = [max(first) for first in groups.values() if max(first) < float("inf")]
         return round(min(recovered) - at_s, 3) if recovered else None
+
+
+def _is_good(event: Event) -> bool:
+    """A worker group that ended as it should, or was told to."""
+    return event.kind == Kind.INCARNATION_ENDED and not event.fields.get("kind")
 
 
 def _in_short(fault: Fault, seen: Seen) -> str:

@@ -46,9 +46,9 @@ class DrillJob:
         """Of the job in its scratch state directory."""
         return self.config.name
 
-    def with_steps(self, steps: int) -> DrillJob:
+    def with_steps(self, steps: int, snapshot_every_steps: int) -> DrillJob:
         """The same, of another length: for a soak."""
-        return replace(self, steps=steps, fault_step=steps // 2)
+        return replace(self, steps=steps, fault_step=steps // 2, snapshot_every_steps=snapshot_every_steps)
 
     def arguments(self, state_dir: Path, store: Path, fault: Fault | None) -> list[str]:
         """The command line of `elastictrain` that runs it."""

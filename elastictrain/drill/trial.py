@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -26,8 +25,8 @@ from elastictrain.core.faults import Fault
 from elastictrain.core.trajectory import RankTrace, read_trace
 from elastictrain.drill.settings import DrillJob
 from elastictrain.errors import ElasticTrainError, StorageError
-from elastictrain.procs import all_pids, environment_of, read_stat, reap_orphans, send_signal
-from elastictrain.protocol import ENV_RUN_DIR, JOURNAL_FILE, METRICS_FILE, SNAPSHOTS_DIR
+from elastictrain.procs import adopt_orphans, command_of, reap_orphans
+from elastictrain.protocol import JOURNAL_FILE, METRICS_FILE
 from elastictrain.supervisor.journal import JournalReader
 
 POLL_S = 0.01
@@ -77,6 +76,8 @@ class Trial:
         self.drill = DrillDir(self.state_dir)
         self.drill.arm(armed)
         self.said: list[Said] = []
+        adopt_orphans()  # what outlives its supervisor stays below this process, and is found when the run is closed
+        self._others = children()
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
         self._began_s = 0.0
@@ -153,6 +154,10 @@ class Trial:
                 return False
             time.sleep(POLL_S)
 
+    def wait_fired(self, fault_id: str, deadline_s: float) -> bool:
+        """As `wait_for`, that a fault has happened."""
+        return self.wait_for(lambda: self.drill.fired_at_s(fault_id) is not None, deadline_s)
+
     # ---- what it left
 
     def events(self, kinds: Collection[str] = ()) -> list[Event]:
@@ -199,18 +204,28 @@ class Trial:
 
     # ---- the end
 
+    def leftovers(self) -> str:
+        """What should be gone by now, where the supervisor has ended by itself, in words: processes; and memory, where
+        the run is complete and all of it durable."""
+        if self.exit_code is None:
+            return ""
+        # A persister may finish its snapshot after its rank.
+        deadline_s = time.monotonic() + CLEAR_TIMEOUT_S
+        while (pids := children() - self._others - {self.pid}) and time.monotonic() < deadline_s:
+            reap_orphans(self._others)
+            time.sleep(POLL_S)
+        found = [f"process {pid} ({' '.join(command_of(pid))})" for pid in sorted(pids)]
+        if self.exit_code == 0:
+            found += [f"{tier.root}" for tier in self.tiers() if tier.root.exists() and tier.snapshots()]
+        return ", ".join(found)
+
     def close(self) -> None:
         """Ends every process of the run and gives back its memory; the folder stays. Idempotent."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
         if self._process is not None:
             self._process.wait()
-        deadline_s = time.monotonic() + CLEAR_TIMEOUT_S
-        while (left := self._processes()) and time.monotonic() < deadline_s:
-            for pid, started_ticks in left:
-                send_signal(pid, signal.SIGKILL, started_ticks=started_ticks)
-            reap_orphans()
-            time.sleep(POLL_S)
+        end_descendants(self._others)
         if self._reader is not None:
             self._reader.join(CLEAR_TIMEOUT_S)
         if self._process is not None and self._process.stdout is not None:
@@ -225,27 +240,25 @@ class Trial:
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _processes(self) -> list[tuple[int, int]]:
-        """(pid, start) of what carries this run's folder in its environment: agent, ranks, loaders, persister."""
-        found = []
-        for pid in all_pids():
-            stat = read_stat(pid)
-            if stat is None or stat.state in ("Z", "X") or pid == os.getpid():
-                continue
-            run_dir = environment_of(pid).get(ENV_RUN_DIR, "")
-            if run_dir and Path(run_dir).is_relative_to(self.state_dir):
-                found.append((pid, stat.started_ticks))
-        return found
+
+def children() -> frozenset[int]:
+    """Pids of this process's children."""
+    return frozenset(process.pid for process in psutil.Process().children())
 
 
-def end_descendants() -> None:
-    """Kills whatever is left below this process, which must have adopted orphans: the last resort of a drill."""
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    reap_orphans()
+def end_descendants(spare: frozenset[int] = frozenset()) -> None:
+    """Kills whatever is left below this process, which must have adopted orphans, and waits until it is gone.
 
-
-def snapshots_folder_of(state_dir: Path) -> Path:
-    """Where a job's own store is, unless it says otherwise."""
-    return state_dir / SNAPSHOTS_DIR
+    Args:
+        spare: children that are left alone, with all that is below them.
+    """
+    deadline_s = time.monotonic() + CLEAR_TIMEOUT_S
+    while (mine := children() - spare) and time.monotonic() < deadline_s:
+        for pid in mine:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                for below in [*process.children(recursive=True), process]:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        below.kill()
+        reap_orphans(spare)
+        time.sleep(POLL_S)
