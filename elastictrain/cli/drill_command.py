@@ -17,7 +17,7 @@ import typer
 
 from elastictrain.cli.job_dirs import JobDir, find_job_dir
 from elastictrain.cli.options import SetOption, StateDirOption
-from elastictrain.errors import ElasticTrainError, UsageError
+from elastictrain.errors import ElasticTrainError, StateDirError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -133,7 +133,7 @@ def _drill(job: DrillJob, faults: list[Fault], places: Places, *, skips_refused:
     for fault in faults:
         if not skips_refused and (why := refusal(fault, job)):
             raise UsageError(f"{fault.name}: {why}")
-    with scratch_folder(places.scratch) as folder, ending_all():
+    with writing(places) as folder, ending_all():
         exercise = Exercise(job, folder, tell=_tell, keep=places.keep)
         rows = [exercise.run(fault) for fault in faults]
         saved = _save(rows, about(job), places, folder)
@@ -155,7 +155,7 @@ def _soak(
     if unfit := [fault.name for fault in faults if not fault.in_soak]:
         names = ", ".join(fault.name for fault in soakable())
         raise UsageError(f"a soak cannot have {', '.join(unfit)}", f"It can have: {names}.")
-    with scratch_folder(places.scratch) as folder, ending_all():
+    with writing(places) as folder, ending_all():
         soaked = Soak(job, folder, for_s=for_s, mtbf_s=mtbf_s, seed=seed, faults=faults or soakable(), tell=_tell).run()
         facts = {**about(job), "seed": seed, "for_s": for_s, "mtbf_s": mtbf_s, **soaked.about}
         saved = _save([soaked.row], facts, places, folder)
@@ -185,7 +185,6 @@ def about(job: DrillJob) -> dict[str, Any]:
     return {
         "job": job.config.name,
         "steps": job.steps,
-        "fault_after_step": job.fault_step,
         "snapshot_every_steps": job.snapshot_every_steps,
         "world_size": job.world_size,
     }
@@ -219,26 +218,41 @@ def _conclude(
 
 
 @contextmanager
-def scratch_folder(path: Path | None) -> Iterator[Path]:
-    """The folder that the runs write into; one of our own goes again where there is nothing to report."""
+def writing(places: Places) -> Iterator[Path]:
+    """The folder that the runs write into; one of our own goes again where there is nothing to report.
+
+    Raises:
+        UsageError: the folder that was named has something in it.
+        StateDirError: it, or that of the report, cannot be written.
+    """
     from elastictrain.drill.trial import DrillError
 
-    if path is not None:
-        if path.exists() and any(path.iterdir()):
-            raise UsageError(f"--scratch {path}: this folder is not empty", "Name a new one.")
-        path.mkdir(parents=True, exist_ok=True)
-        yield path.absolute()
-        return
-    made = Path(tempfile.mkdtemp(prefix="elastictrain-drill-"))
     try:
-        yield made
+        if places.report is not None:
+            places.report.mkdir(parents=True, exist_ok=True)  # now, rather than when all is done
+        if places.scratch is None:
+            folder = Path(tempfile.mkdtemp(prefix="elastictrain-drill-"))
+        else:
+            folder = places.scratch.absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.iterdir()):
+                raise UsageError(f"--scratch {folder}: this folder is not empty", "Name a new one.")
+    except OSError as error:
+        raise StateDirError(f"{error.filename} cannot be written: {error.strerror}", "Name another folder.") from error
+    try:
+        yield folder
     except DrillError:
         raise  # its message points to what is in there
-    except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
+    except BaseException as error:
+        if places.scratch is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise StateDirError(
+                f"the drill cannot go on in {folder}: {error}", "Use --scratch DIR, with room for its snapshots."
+            ) from error
         raise
-    if not any(made.iterdir()):
-        made.rmdir()
+    if not any(folder.iterdir()):
+        folder.rmdir()
 
 
 @contextmanager

@@ -258,6 +258,8 @@ class Exercise:
             halted_where=(f"step {point.step + 1} ", "samples ") if fault.expect is Expect.HALT else (),
         )
         wrong = objections(fault, seen)
+        if difference and not self.job.config.train.deterministic and "cuda" in str(reference.started.get("device")):
+            wrong.append("train.deterministic = false: CUDA kernels may differ from run to run by themselves")
         is_of_store = fault.outside in (Outside.STORE_AWAY, Outside.STORE_FULL)
         return Row(
             fault=fault.name,

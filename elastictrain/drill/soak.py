@@ -68,23 +68,23 @@ class Soak:
         faults: Sequence[Fault],
         tell: Callable[[str], None],
     ) -> None:
+        self.job = job
         self._scratch = scratch
+        self._for_s = for_s
+        self._mtbf_s = mtbf_s
+        self._seed = seed
+        self._faults = faults
         self._tell = tell
-        tell(f"how long a step takes: {job.steps} steps, undisturbed")
-        step_s = Exercise(job, scratch, tell=lambda _text: None).reference.step_s
-        num_steps = min(MAX_STEPS, max(job.steps, round(for_s / step_s)))
-        mean_steps = max(1.0, mtbf_s / step_s)
-        self._strikes = schedule(seed, num_steps=num_steps, mean_steps_between=mean_steps, faults=faults)
-        if not self._strikes:
-            raise UsageError(
-                f"a soak of {for_s:g} s with a fault every {mtbf_s:g} s has no fault (seed {seed})",
-                "Use a longer --for, a shorter --mtbf or another --seed.",
-            )
-        every = max(1, min(num_steps, round(mean_steps)) // SNAPSHOTS_PER_DRILL)
-        self.job = job.with_steps(num_steps, every)
+        self._strikes: tuple[Strike, ...] = ()
 
     def run(self) -> Soaked:
-        """The undisturbed run, and the one with all the faults."""
+        """The undisturbed run, and the one with all the faults.
+
+        Raises:
+            UsageError: there would be no fault in it.
+            DrillError: the job does not even run undisturbed.
+        """
+        self._plan()
         exercise = Exercise(self.job, self._scratch, tell=self._tell)
         reference = exercise.reference
         armed = [self._armed(number, strike) for number, strike in enumerate(self._strikes, start=1)]
@@ -106,6 +106,21 @@ class Soak:
         if soaked.row.verdict == "holds":
             trial.remove()
         return soaked
+
+    def _plan(self) -> None:
+        """Turns times into steps, and draws the faults."""
+        self._tell(f"how long a step takes: {self.job.steps} steps, undisturbed")
+        step_s = Exercise(self.job, self._scratch, tell=lambda _text: None).reference.step_s
+        num_steps = min(MAX_STEPS, max(self.job.steps, round(self._for_s / step_s)))
+        mean_steps = max(1.0, self._mtbf_s / step_s)
+        self._strikes = schedule(self._seed, num_steps=num_steps, mean_steps_between=mean_steps, faults=self._faults)
+        if not self._strikes:
+            raise UsageError(
+                f"a soak of {self._for_s:g} s with a fault every {self._mtbf_s:g} s has no fault (seed {self._seed})",
+                "Use a longer --for, a shorter --mtbf or another --seed.",
+            )
+        every = max(1, min(num_steps, round(mean_steps)) // SNAPSHOTS_PER_DRILL)
+        self.job = self.job.with_steps(num_steps, every)
 
     def _armed(self, number: int, strike: Strike) -> ArmedFault:
         point = strike.fault.point(strike.step, self.job.world_size)

@@ -216,7 +216,7 @@ class Trial:
             time.sleep(POLL_S)
         found = [f"process {pid} ({' '.join(command_of(pid))})" for pid in sorted(pids)]
         if self.exit_code == 0:
-            found += [f"{tier.root}" for tier in self.tiers() if tier.root.exists() and tier.snapshots()]
+            found += [str(tier.root) for tier in self.tiers() if tier.root.is_dir() and any(tier.root.iterdir())]
         return ", ".join(found)
 
     def close(self) -> None:

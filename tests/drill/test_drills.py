@@ -51,6 +51,8 @@ def test_a_killed_rank(tmp_path):
         (["kill-rank", "JOB", "--at-step", "16"], 64, "the fault must be after step"),
         (["kill-rank", "JOB", "--set", "train.max_step=3"], 78, "did you mean max_steps"),
         (["nan-loss", "JOB", "--set", "train.check_gradients=false"], 64, "check_gradients = false"),
+        (["kill-rank", "JOB", "--scratch", "/proc/here"], 73, "cannot be written"),
+        (["kill-rank", "JOB", "--report", "/proc/here"], 73, "cannot be written"),
         (["kill-rank", "--live", "nobody"], 66, "there is no job nobody"),
     ],
 )
