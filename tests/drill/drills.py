@@ -13,7 +13,7 @@ import psutil
 
 from tests.process.helpers import Finished, run_cli, write_job
 
-DEADLINE_S = 900.0
+DEADLINE_S = 1500.0
 TASK = "tests.process.faulty:Task"
 
 NOTHING_LOST: frozenset[str] = frozenset()
