@@ -27,7 +27,7 @@ class Seen:
         num_skipped: updates left out, beyond those of the reference without the fault.
         passed_over: the damaged snapshot was named.
         halt_reason: the diagnosis, where the job was halted.
-        halted_where: what the diagnosis must name.
+        halted_where: what the diagnosis must say.
         leftovers: processes and files that were still there at the end, in words.
     """
 
@@ -100,7 +100,8 @@ def _halt_objections(seen: Seen) -> list[str]:
         found.append(f"exit code {seen.exit_code}, {HaltError.exit_code} expected")
     missing = [words for words in seen.halted_where if words not in seen.halt_reason]
     if missing:
-        found.append(f"the diagnosis does not name {' and '.join(missing)}: {seen.halt_reason or 'there is none'}")
+        wanted = " and ".join(f'"{words.strip()}"' for words in missing)
+        found.append(f"the diagnosis does not say {wanted}: {seen.halt_reason or 'there is none'}")
     return found
 
 

@@ -255,7 +255,7 @@ class Exercise:
             ),
             halt_reason=str(halted[-1].fields.get("reason", "")) if halted else "",
             leftovers=trial.leftovers(),
-            halted_where=(f"step {point.step + 1} ", "samples ") if fault.expect is Expect.HALT else (),
+            halted_where=(f"step {point.step + 1} fails", "samples ") if fault.expect is Expect.HALT else (),
         )
         wrong = objections(fault, seen)
         if difference and not self.job.config.train.deterministic and "cuda" in str(reference.started.get("device")):

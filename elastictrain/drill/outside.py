@@ -41,11 +41,14 @@ def act(outside: Outside, trial: Trial, fault_id: str, deadline_s: float) -> tup
             pid = agent_pid(trial)
             at_s = boot_clock_s()
             send_signal(pid, signal.SIGKILL)
+            # Before the agent is seen to be gone, the kernel has told its ranks; until then the rank holds.
+            trial.wait_for(lambda: (stat := read_stat(pid)) is None or stat.state in ("Z", "X"), deadline_s)
             trial.drill.release(fault_id)
         case Outside.KILL_SUPERVISOR:
             trial.signal(signal.SIGKILL)
+            ended = trial.wait_end(deadline_s)
             trial.drill.release(fault_id)
-            if trial.wait_end(deadline_s) is not None:
+            if ended is not None:
                 trial.start()
         case Outside.PREEMPT:
             if _stop(trial, fault_id, deadline_s) == 0:

@@ -137,7 +137,7 @@ def test_whatever_is_wrong_is_said(fault, words):
         (Expect.SKIP, {"num_skipped": 0}, "one expected"),
         (Expect.HALT, {"exit_code": 0}, "79 expected"),
         (Expect.HALT, {"exit_code": None}, "still being restarted"),
-        (Expect.HALT, {"halt_reason": "step 6 fails"}, "does not name step 5"),
+        (Expect.HALT, {"halt_reason": "step 6 fails"}, 'does not say "step 5"'),
     ],
 )
 def test_what_is_missing_is_said(expect, worse, words):
