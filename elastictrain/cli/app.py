@@ -23,6 +23,7 @@ COMMANDS: dict[str, str] = {
     "resume": "control_commands:resume",
     "restart": "control_commands:restart",
     "checkpoints": "checkpoints_commands:app",
+    "drill": "drill_command:drill",
     "service": "service_commands:app",
     "config": "config_commands:app",
 }

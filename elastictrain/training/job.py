@@ -27,6 +27,7 @@ from elastictrain.training.data import SeededReader, batches
 from elastictrain.training.ema import Ema
 from elastictrain.training.evaluate import Evaluation, Evaluator
 from elastictrain.training.feed import Feed, Limits, my_spans
+from elastictrain.training.injection import drill_reader, drill_task
 from elastictrain.training.inspection import inspecting
 from elastictrain.training.loop import Loop
 from elastictrain.training.metrics import MetricsWriter
@@ -102,6 +103,7 @@ class Job:
             torch.backends.cudnn.benchmark = False
         session.generators.seed(derive(session.seed, Stream.MODEL))
         self._task = BoundTask(import_task(config.task, Path(spec.job_dir) if spec.job_dir else None), config.params)
+        drill_task(session, self._task)
         self._train_data = self._task.build_train_data()
         self._plan = WindowPlan(
             len(self._train_data),
@@ -257,7 +259,7 @@ class Job:
             seed_samples=config.seed_samples,
         )
         stream = batches(
-            reader,
+            drill_reader(self._session, reader, self._plan, shuffle=config.shuffle),
             self._task.collate,
             my_spans(self._session, self._plan, self._limits),
             num_workers=config.num_workers,

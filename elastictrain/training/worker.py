@@ -24,6 +24,7 @@ from elastictrain.procs import die_with_parent
 from elastictrain.protocol import ENV_RUN_DIR, OUTCOME_FILE, ErrorReport, RunSpec, write_json
 from elastictrain.training import start
 from elastictrain.training.device import process_group
+from elastictrain.training.injection import make_session
 from elastictrain.training.job import Job
 from elastictrain.training.session import LeftBehind, Session
 from elastictrain.training.task import user_traceback
@@ -102,7 +103,7 @@ class _Worker:
             timeout_s=config.elastic.process_group_timeout_s,
             num_threads=_num_threads(config),
         ) as place:
-            self._session = session = Session(place, seed=config.seed)
+            self._session = session = make_session(self._spec, place, seed=config.seed)
             grace_s = config.supervisor.teardown_timeout_s
             self._termination = Termination(session, self._run_dir, self._parent_pid, grace_s)
             self._termination.begin()

@@ -1,0 +1,304 @@
+"""`elastictrain drill`: faults on a job of the user's own, in a scratch folder, and what became of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from elastictrain.cli.job_dirs import JobDir, find_job_dir
+from elastictrain.cli.options import SetOption, StateDirOption
+from elastictrain.errors import ElasticTrainError, StateDirError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from elastictrain.core.faults import Fault
+    from elastictrain.drill.exercise import Row
+    from elastictrain.drill.settings import DrillJob
+
+
+class DrillFailedError(ElasticTrainError):
+    """A drill does not hold: the job would not have survived that fault as promised."""
+
+    exit_code = 1
+
+
+def drill(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[NAME...|all] JOB | soak [NAME...] JOB | list",
+            help="Faults by name, and the job: a job.toml, its folder, or an example by name. `list` explains them.",
+        ),
+    ],
+    overrides: SetOption = None,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", metavar="N", help="Length of each run. Default: train.max_steps, at most 40."),
+    ] = None,
+    at_step: Annotated[
+        int | None,
+        typer.Option("--at-step", metavar="N", help="After how many steps the fault happens. Default: the middle."),
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="DIR", help="Where the report goes. Default: the scratch folder.")
+    ] = None,
+    scratch: Annotated[
+        Path | None,
+        typer.Option("--scratch", metavar="DIR", help="Where the runs write. Default: a new temporary folder."),
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the folders of all runs, not of failed ones alone.")
+    ] = False,
+    for_: Annotated[
+        str, typer.Option("--for", metavar="TIME", help="soak: how long the run would take undisturbed: 90s, 10m, 2h.")
+    ] = "10m",
+    mtbf: Annotated[
+        str, typer.Option("--mtbf", metavar="TIME", help="soak: mean time of training between two faults.")
+    ] = "30s",
+    seed: Annotated[int, typer.Option("--seed", metavar="S", help="soak: of the faults and their steps.")] = 0,
+    live: Annotated[
+        str | None,
+        typer.Option("--live", metavar="JOB", help="Do one fault to this running job: its name, or its job.toml."),
+    ] = None,
+    state_dir: StateDirOption = None,
+    yes: Annotated[bool, typer.Option("--yes", help="--live: do not ask first.")] = False,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", metavar="S", min=0.1, help="--live: how long to wait for the job to go on.")
+    ] = 1200.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Prove on your own job that it survives: run it with faults in it, and compare bit for bit.
+
+    The job runs in a scratch folder, with a store of its own: your data, snapshots and checkpoints stay untouched.
+    First undisturbed, then once per fault. Exit code 0 only if every drill holds.
+
+    Example: elastictrain drill kill-rank stop-rank job.toml
+    """
+    if words == ["list"]:
+        _list(as_json)
+        return
+    from elastictrain.core.faults import select
+
+    if live is not None or state_dir is not None:
+        where = find_job_dir(live, state_dir)
+        if len(words) != 1:
+            raise UsageError("--live takes one fault at a time", "For example: elastictrain drill kill-rank --live JOB")
+        _live(select(words)[0], where, yes=yes, timeout_s=timeout_s, as_json=as_json)
+        return
+    is_soak = words[0] == "soak"
+    if len(words) < 2:
+        what = "give the job" if is_soak else "give the faults and then the job"
+        raise UsageError(f"drill {words[0]}: {what}", "For example: elastictrain drill kill-rank job.toml")
+    from elastictrain.drill.settings import load_drill_job
+
+    faults = select(words[1:-1] if is_soak else words[:-1])
+    job = load_drill_job(words[-1], overrides or [], steps=steps, at_step=at_step)
+    places = Places(scratch, report, keep)
+    if is_soak:
+        _soak(job, faults, places, for_=for_, mtbf=mtbf, seed=seed, as_json=as_json)
+    else:
+        _drill(job, faults, places, skips_refused="all" in words, as_json=as_json)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where a drill writes.
+
+    Args:
+        scratch: folder of the runs; None for a temporary one.
+        report: folder of the report; None for that of the runs.
+        keep: leave the folders of all runs.
+    """
+
+    scratch: Path | None
+    report: Path | None
+    keep: bool
+
+
+def _drill(job: DrillJob, faults: list[Fault], places: Places, *, skips_refused: bool, as_json: bool) -> None:
+    from elastictrain.drill.exercise import Exercise
+    from elastictrain.drill.settings import refusal
+
+    for fault in faults:
+        if not skips_refused and (why := refusal(fault, job)):
+            raise UsageError(f"{fault.name}: {why}")
+    with writing(places) as folder, ending_all():
+        exercise = Exercise(job, folder, tell=_tell, keep=places.keep)
+        rows = [exercise.run(fault) for fault in faults]
+        saved = _save(rows, about(job), places, folder)
+    _conclude(rows, about(job), saved, skips_refused=skips_refused, as_json=as_json)
+
+
+def _soak(
+    job: DrillJob, faults: list[Fault], places: Places, *, for_: str, mtbf: str, seed: int, as_json: bool
+) -> None:
+    from elastictrain.core.soak import parse_duration_s, soakable
+    from elastictrain.drill.soak import Soak
+
+    for_s, mtbf_s = parse_duration_s(for_), parse_duration_s(mtbf)
+    for name, text, value_s in (("--for", for_, for_s), ("--mtbf", mtbf, mtbf_s)):
+        if value_s is None:
+            raise UsageError(f"{name} {text}: not a duration", "For example: 90s, 10m, 2h.")
+    assert for_s is not None
+    assert mtbf_s is not None
+    if unfit := [fault.name for fault in faults if not fault.in_soak]:
+        names = ", ".join(fault.name for fault in soakable())
+        raise UsageError(f"a soak cannot have {', '.join(unfit)}", f"It can have: {names}.")
+    with writing(places) as folder, ending_all():
+        soaked = Soak(job, folder, for_s=for_s, mtbf_s=mtbf_s, seed=seed, faults=faults or soakable(), tell=_tell).run()
+        facts = {**about(job), "seed": seed, "for_s": for_s, "mtbf_s": mtbf_s, **soaked.about}
+        saved = _save([soaked.row], facts, places, folder)
+    _conclude([soaked.row], facts, saved, skips_refused=False, as_json=as_json)
+
+
+def _live(fault: Fault, where: JobDir, *, yes: bool, timeout_s: float, as_json: bool) -> None:
+    from elastictrain.cli.daemon import require_daemon
+    from elastictrain.drill.live import check_live, find_target, strike
+
+    check_live(fault)
+    status = require_daemon(where).get("/status")
+    target = find_target(fault, status)
+    if not yes:
+        question = f"Send {target.signum.name} to {target.words} of {where.name}, process {target.pid}?"
+        if not typer.confirm(question, err=True):
+            raise typer.Exit(1)
+        # It may have been a while.
+        status = require_daemon(where).get("/status")
+        target = find_target(fault, status)
+    row = strike(fault, target, status, timeout_s=timeout_s, tell=_tell)
+    _conclude([row], {"job": where.name, "live": True}, None, skips_refused=False, as_json=as_json)
+
+
+def about(job: DrillJob) -> dict[str, Any]:
+    """What was drilled, for the report."""
+    return {
+        "job": job.config.name,
+        "steps": job.steps,
+        "snapshot_every_steps": job.snapshot_every_steps,
+        "world_size": job.world_size,
+    }
+
+
+def _tell(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _save(rows: list[Row], facts: dict[str, Any], places: Places, folder: Path) -> tuple[Path, Path]:
+    from elastictrain.drill.report import save
+
+    return save(rows, facts, places.report if places.report is not None else folder)
+
+
+def _conclude(
+    rows: list[Row], facts: dict[str, Any], saved: tuple[Path, Path] | None, *, skips_refused: bool, as_json: bool
+) -> None:
+    """Prints the report; fails unless all hold."""
+    from elastictrain.drill.report import as_document, print_table
+
+    if as_json:
+        typer.echo(json.dumps(as_document(rows, facts), indent=2))
+    else:
+        print_table(rows, _console())
+        if saved is not None:
+            typer.echo(f"Saved: {saved[0]} and {saved[1].name}")
+    failed = [row.fault for row in rows if row.verdict == "fails" or (row.verdict == "refused" and not skips_refused)]
+    if failed:
+        raise DrillFailedError(f"{len(failed)} of {len(rows)} drill(s) do not hold: {', '.join(failed)}")
+
+
+@contextmanager
+def writing(places: Places) -> Iterator[Path]:
+    """The folder that the runs write into; one of our own goes again where there is nothing to report.
+
+    Raises:
+        UsageError: the folder that was named has something in it.
+        StateDirError: it, or that of the report, cannot be written.
+    """
+    from elastictrain.drill.trial import DrillError
+
+    try:
+        if places.report is not None:
+            places.report.mkdir(parents=True, exist_ok=True)  # now, rather than when all is done
+        if places.scratch is None:
+            folder = Path(tempfile.mkdtemp(prefix="elastictrain-drill-"))
+        else:
+            folder = places.scratch.absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.iterdir()):
+                raise UsageError(f"--scratch {folder}: this folder is not empty", "Name a new one.")
+    except OSError as error:
+        raise StateDirError(f"{error.filename} cannot be written: {error.strerror}", "Name another folder.") from error
+    try:
+        yield folder
+    except DrillError:
+        raise  # its message points to what is in there
+    except BaseException as error:
+        if places.scratch is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise StateDirError(
+                f"the drill cannot go on in {folder}: {error}", "Use --scratch DIR, with room for its snapshots."
+            ) from error
+        raise
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
+@contextmanager
+def ending_all() -> Iterator[None]:
+    """Whatever ends the drill, SIGTERM and Ctrl-C included, ends all that it has started."""
+    from elastictrain.drill.trial import end_descendants
+    from elastictrain.procs import adopt_orphans
+
+    def interrupt(signum: int, _frame: Any) -> None:
+        raise SystemExit(128 + signum)
+
+    adopt_orphans()
+    before = {signum: signal.signal(signum, interrupt) for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        # A second Ctrl-C must not leave processes behind.
+        for signum in before:
+            signal.signal(signum, signal.SIG_IGN)
+        end_descendants()
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _list(as_json: bool) -> None:
+    from elastictrain.core.faults import TABLE
+
+    if as_json:
+        fields = [
+            {"fault": f.name, "phase": f.phase.name.lower(), "expect": f.expect.value, "explanation": f.explanation}
+            for f in TABLE
+        ]
+        typer.echo(json.dumps(fields, indent=2))
+        return
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("fault", "what happens", "the job then", "live"):
+        table.add_column(name, no_wrap=name == "fault", overflow="fold")
+    for f in TABLE:
+        table.add_row(f.name, f.explanation, f.expect.value, "yes" if f.is_live else "")
+    _console().print(table)
+
+
+def _console() -> Console:
+    """As wide as the terminal; where there is none, as wide as the table."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)

@@ -1,0 +1,91 @@
+"""The table of a drill: for a terminal, as JSON, as Markdown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from elastictrain.drill.exercise import Row
+from elastictrain.errors import StateDirError
+
+REPORT_JSON = "drill.json"
+REPORT_MARKDOWN = "drill.md"
+_COLUMNS = ("fault", "injected at", "detected", "recovered", "steps lost", "samples ±", "bitwise equal", "verdict")
+_STYLES = {"holds": "bold green", "fails": "bold red", "refused": "yellow"}
+
+
+def print_table(rows: Sequence[Row], console: Console) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in _COLUMNS:
+        table.add_column(name, no_wrap=name == "fault", overflow="fold")
+    for row in rows:
+        cells = _cells(row)
+        table.add_row(*(Text(cell) for cell in cells[:-1]), Text(cells[-1], style=_STYLES[row.verdict]))
+    console.print(table)
+    for row in rows:
+        if row.why:
+            console.print(Text.assemble((row.fault, "bold"), f": {row.why}"), soft_wrap=True)
+        if row.folder:
+            console.print(Text(f"    what is left of it: {row.folder}"), soft_wrap=True)
+
+
+def _cells(row: Row) -> list[str]:
+    samples = "–" if row.samples_repeated is None else f"+{row.samples_repeated} −{row.samples_skipped}"
+    equal = "–" if row.bitwise_equal is None else "yes" if row.bitwise_equal else f"no: {row.difference}"
+    lost = "–" if row.steps_lost is None else str(row.steps_lost)
+    return [
+        row.fault,
+        row.injected_at or "–",
+        _seconds(row.detected_s),
+        _seconds(row.recovered_s),
+        lost,
+        samples,
+        equal,
+        row.verdict,
+    ]
+
+
+def _seconds(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f} s"
+
+
+def as_document(rows: Sequence[Row], about: Mapping[str, Any]) -> dict[str, Any]:
+    """What is saved as JSON: what was drilled, and a row per fault."""
+    return {**about, "holds": all(row.verdict != "fails" for row in rows), "rows": [row.as_plain() for row in rows]}
+
+
+def save(rows: Sequence[Row], about: Mapping[str, Any], folder: Path) -> tuple[Path, Path]:
+    """Writes both files; returns their paths.
+
+    Raises:
+        StateDirError: the folder cannot be written.
+    """
+    files = {
+        REPORT_JSON: json.dumps(as_document(rows, about), indent=2) + "\n",
+        REPORT_MARKDOWN: _markdown(rows, about),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text)
+    except OSError as error:
+        raise StateDirError(
+            f"the report cannot be written to {folder}: {error.strerror}", "Use --report DIR."
+        ) from error
+    return folder / REPORT_JSON, folder / REPORT_MARKDOWN
+
+
+def _markdown(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
+    lines = [f"# Drill of {about['job']}", ""]
+    lines += [f"- {key.replace('_', ' ')}: {value}" for key, value in about.items() if key != "job"]
+    lines += ["", f"| {' | '.join(_COLUMNS)} | why |", "|" + "---|" * (len(_COLUMNS) + 1)]
+    for row in rows:
+        cells = [*_cells(row), row.why]
+        lines.append(f"| {' | '.join(cell.replace('|', '/').replace(chr(10), ' ') for cell in cells)} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,194 @@
+"""A soak: many faults on one long run, and how much of its time was useful."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from elastictrain.armed import ArmedFault
+from elastictrain.core.drill_verdict import Seen, objections
+from elastictrain.core.events import Kind
+from elastictrain.core.faults import Expect, Fault, Outside, allowed_steps_lost
+from elastictrain.core.soak import Strike, schedule
+from elastictrain.core.trajectory import survey
+from elastictrain.drill import outside
+from elastictrain.drill.compare import first_difference
+from elastictrain.drill.exercise import Exercise, Reference, Row
+from elastictrain.drill.settings import SNAPSHOTS_PER_DRILL, DrillJob
+from elastictrain.drill.trial import Trial
+from elastictrain.errors import UsageError
+
+MAX_STEPS = 10_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Soaked:
+    """What a soak gave.
+
+    Args:
+        row: the verdict on all of it: detection and recovery are medians, what was lost is a sum.
+        goodput: share of the run's time that was spent on steps that survived.
+        strikes: what happened, in order: fault, point, detected_s, recovered_s.
+    """
+
+    row: Row
+    goodput: float
+    strikes: list[dict[str, Any]]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return {"goodput": round(self.goodput, 4), "faults": len(self.strikes), "strikes": self.strikes}
+
+
+class Soak:
+    """Random faults on one job.
+
+    Args:
+        job: what is drilled; its length follows from `for_s`.
+        scratch: folder for everything.
+        for_s: how long the run would take undisturbed.
+        mtbf_s: mean time of training between two faults.
+        seed: of the faults.
+        faults: to draw from.
+        tell: gets a line about what is being done.
+    """
+
+    def __init__(
+        self,
+        job: DrillJob,
+        scratch: Path,
+        *,
+        for_s: float,
+        mtbf_s: float,
+        seed: int,
+        faults: Sequence[Fault],
+        tell: Callable[[str], None],
+    ) -> None:
+        self.job = job
+        self._scratch = scratch
+        self._for_s = for_s
+        self._mtbf_s = mtbf_s
+        self._seed = seed
+        self._faults = faults
+        self._tell = tell
+        self._strikes: tuple[Strike, ...] = ()
+
+    def run(self) -> Soaked:
+        """The undisturbed run, and the one with all the faults.
+
+        Raises:
+            UsageError: there would be no fault in it.
+            DrillError: the job does not even run undisturbed.
+        """
+        self._plan()
+        exercise = Exercise(self.job, self._scratch, tell=self._tell)
+        reference = exercise.reference
+        armed = [self._armed(number, strike) for number, strike in enumerate(self._strikes, start=1)]
+        self._tell(f"soak: {self.job.steps} steps, {len(armed)} faults")
+        trial = Trial(self.job, self._scratch / "soak", None, armed)
+        deadline_s = time.monotonic() + exercise.patience_s(reference, num_faults=len(armed))
+        try:
+            trial.start()
+            for strike, fault in zip(self._strikes, armed, strict=True):
+                if strike.fault.outside is Outside.NOTHING:
+                    continue
+                if not trial.wait_fired(fault.id, deadline_s):
+                    break
+                outside.act(strike.fault.outside, trial, fault.id, deadline_s)
+            code = trial.wait_end(deadline_s)
+            soaked = self._judge(exercise, trial, armed, code, reference)
+        finally:
+            trial.close()
+        if soaked.row.verdict == "holds":
+            trial.remove()
+        return soaked
+
+    def _plan(self) -> None:
+        """Turns times into steps, and draws the faults."""
+        self._tell(f"how long a step takes: {self.job.steps} steps, undisturbed")
+        step_s = Exercise(self.job, self._scratch, tell=lambda _text: None).reference.step_s
+        num_steps = min(MAX_STEPS, max(self.job.steps, round(self._for_s / step_s)))
+        mean_steps = max(1.0, self._mtbf_s / step_s)
+        self._strikes = schedule(self._seed, num_steps=num_steps, mean_steps_between=mean_steps, faults=self._faults)
+        if not self._strikes:
+            raise UsageError(
+                f"a soak of {self._for_s:g} s with a fault every {self._mtbf_s:g} s has no fault (seed {self._seed})",
+                "Use a longer --for, a shorter --mtbf or another --seed.",
+            )
+        every = max(1, min(num_steps, round(mean_steps)) // SNAPSHOTS_PER_DRILL)
+        self.job = self.job.with_steps(num_steps, every)
+
+    def _armed(self, number: int, strike: Strike) -> ArmedFault:
+        point = strike.fault.point(strike.step, self.job.world_size)
+        return ArmedFault(strike.id(number), strike.fault.action, point.rank, point.step, point.phase)
+
+    def _judge(
+        self, exercise: Exercise, trial: Trial, armed: list[ArmedFault], code: int | None, reference: Reference
+    ) -> Soaked:
+        traces = trial.traces()
+        survived = survey(traces, drops_tail_of=exercise.dropped_tail(trial))
+        final = exercise.final_state(trial)
+        difference = (
+            None if final is None else first_difference(reference.lines, trial.step_lines(), reference.final, final)
+        )
+        strikes = []
+        for strike, fault in zip(self._strikes, armed, strict=True):
+            at_s = trial.drill.fired_at_s(fault.id)
+            strikes.append(
+                {
+                    "fault": strike.fault.name,
+                    "injected_at": str(fault.point) if at_s is not None else None,
+                    "detected_s": exercise.detected_s(trial, at_s),
+                    "recovered_s": exercise.recovered_s(traces, at_s),
+                }
+            )
+        num_missing = sum(strike["injected_at"] is None for strike in strikes)
+        seen = Seen(
+            fired=num_missing < len(strikes),
+            exit_code=code,
+            error=trial.last_words().partition("\n")[0],
+            complete=survived.last_step == self.job.steps,
+            difference=difference,
+            steps_lost=survived.steps_lost,
+            allowed_steps_lost=sum(
+                allowed_steps_lost(
+                    strike.fault,
+                    world_size=self.job.world_size,
+                    snapshot_every_steps=self.job.snapshot_every_steps,
+                )
+                for strike in self._strikes
+            ),
+            samples_repeated=survived.samples_repeated,
+            samples_skipped=survived.samples_skipped,
+            num_restarts=len({trace.incarnation for trace in traces}) - 1,
+            num_incidents=len(trial.events([Kind.INCIDENT_OPENED])),
+            leftovers=trial.leftovers(),
+        )
+        any_resume = Fault("soak", "", armed[0].action, armed[0].phase, expect=Expect.RESUME)
+        wrong = objections(any_resume, seen)
+        if num_missing:
+            wrong.append(f"{num_missing} of {len(strikes)} faults did not happen")
+        row = Row(
+            fault="soak",
+            injected_at=f"{len(strikes)} faults over {self.job.steps} steps",
+            detected_s=_median(strikes, "detected_s"),
+            recovered_s=_median(strikes, "recovered_s"),
+            steps_lost=survived.steps_lost,
+            samples_repeated=survived.samples_repeated,
+            samples_skipped=survived.samples_skipped,
+            bitwise_equal=None if difference is None else not difference,
+            difference=difference or "",
+            verdict="fails" if wrong else "holds",
+            why="; ".join([*wrong, f"goodput {survived.goodput:.1%}"]),
+            folder=str(trial.folder) if wrong else "",
+        )
+        return Soaked(row, survived.goodput, strikes)
+
+
+def _median(strikes: list[dict[str, Any]], key: str) -> float | None:
+    values = [strike[key] for strike in strikes if strike[key] is not None]
+    return round(median(values), 3) if values else None

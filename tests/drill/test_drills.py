@@ -1,0 +1,215 @@
+"""`elastictrain drill` on whole jobs: every fault really happens, to real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from elastictrain.core.faults import BY_NAME, TABLE, Expect, Fault
+from tests.drill.drills import (
+    Drilled,
+    assert_exact,
+    assert_nothing_left,
+    assert_resumed,
+    drill,
+    processes_of,
+    tiny_job,
+)
+from tests.process.helpers import run_cli, start_cli, wait_until, write_task
+
+
+def test_a_killed_rank(tmp_path):
+    drilled = drill(tmp_path, "kill-rank")
+    row = drilled.rows["kill-rank"]
+    assert_resumed(row)
+    assert row["injected_at"] == "rank 1, after step 9, forward"
+    assert drilled.finished.code == (0 if row["verdict"] == "holds" else 1)
+    scratch = tmp_path / "scratch"
+    assert json.loads((scratch / "drill.json").read_text()) == drilled.document
+    assert "| kill-rank | rank 1, after step 9, forward |" in (scratch / "drill.md").read_text()
+    # The folder of a drill that does not hold is kept, all others go.
+    kept = ["kill-rank"] if row["verdict"] == "fails" else []
+    assert sorted(path.name for path in scratch.iterdir() if path.is_dir()) == kept
+
+
+# ---- what is refused, and what is interrupted, leaves nothing
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["kil-rank", "JOB"], 64, "did you mean kill-rank"),
+        (["kill-rank"], 64, "give the faults and then the job"),
+        (["soak"], 64, "give the job"),
+        (["soak", "oom-kill", "JOB"], 64, "a soak cannot have oom-kill"),
+        (["soak", "JOB", "--for", "soon"], 64, "not a duration"),
+        (["kill-rank", "no-such-job"], 66, "no file no-such-job"),
+        (["kill-rank", "JOB", "--steps", "3"], 64, "at least 8 steps"),
+        (["kill-rank", "JOB", "--at-step", "16"], 64, "the fault must be after step"),
+        (["kill-rank", "JOB", "--set", "train.max_step=3"], 78, "did you mean max_steps"),
+        (["nan-loss", "JOB", "--set", "train.check_gradients=false"], 64, "check_gradients = false"),
+        (["kill-rank", "JOB", "--scratch", "/proc/here"], 73, "cannot be written"),
+        (["kill-rank", "JOB", "--report", "/proc/here"], 73, "cannot be written"),
+        (["kill-rank", "--live", "nobody"], 66, "there is no job nobody"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_word(tmp_path, words, code, said):
+    job = tiny_job(tmp_path)
+    finished = run_cli("drill", *(str(job) if word == "JOB" else word for word in words), cwd=tmp_path)
+    assert (finished.code, finished.stdout) == (code, ""), finished.stderr
+    assert said in finished.stderr
+    assert "Traceback" not in finished.stderr
+    assert_nothing_left(tmp_path)
+
+
+def test_a_scratch_folder_with_something_in_it_is_refused(tmp_path):
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch" / "mine").touch()
+    finished = run_cli("drill", "kill-rank", tiny_job(tmp_path), "--scratch", tmp_path / "scratch", cwd=tmp_path)
+    assert finished.code == 64
+    assert "not empty" in finished.stderr
+    assert [path.name for path in (tmp_path / "scratch").iterdir()] == ["mine"]
+
+
+def test_a_job_that_does_not_run_undisturbed_is_named(tmp_path):
+    write_task(tmp_path, "class MyTask: pass")
+    (tmp_path / "shm").mkdir()
+    finished = run_cli("drill", "all", tmp_path, "--scratch", tmp_path / "scratch", cwd=tmp_path)
+    assert finished.code == 70
+    assert "does not even run undisturbed" in finished.stderr
+    assert "MyTask has no method model" in finished.stderr
+    assert "Traceback" not in finished.stderr
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+def test_an_interrupted_drill_leaves_nothing(tmp_path, signum):
+    job = tiny_job(tmp_path)
+    scratch = tmp_path / "scratch"
+    # A reference of half a minute, at least, with its first snapshot an eighth of the way.
+    with start_cli("drill", "kill-rank", job, "--steps", "800", "--scratch", scratch, cwd=tmp_path) as process:
+        wait_until(lambda: list((tmp_path / "shm").rglob("manifest.json")))
+        assert len(processes_of(tmp_path)) >= 4, "drill, supervisor, agent, ranks"
+        process.send_signal(signum)
+        process.wait(60)
+        assert process.returncode == 128 + signum
+    assert_nothing_left(tmp_path)
+
+
+# ---- all of them
+
+
+@pytest.fixture(scope="module", params=list(Expect), ids=lambda expect: expect.name)
+def drilled(request, tmp_path_factory) -> Drilled:
+    """All faults after which the same must follow, in one drill: they share its reference."""
+    names = [fault.name for fault in TABLE if fault.expect is request.param]
+    return drill(tmp_path_factory.mktemp("all"), *names)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_every_fault(drilled: Drilled):
+    assert drilled.rows
+    for name, row in drilled.rows.items():
+        check_row(BY_NAME[name], row, drilled.document)
+
+
+def check_row(fault: Fault, row: dict[str, Any], document: dict[str, Any]) -> None:
+    """What must follow on each kind of fault."""
+    if row["verdict"] == "refused":
+        assert os.geteuid() != 0, row
+        assert fault.name in ("oom-kill", "disk-full")
+        return
+    match fault.expect:
+        case Expect.RESUME:
+            assert_resumed(row)
+        case Expect.FALL_BACK:
+            assert row["verdict"] == "holds", row
+            assert 0 < row["steps_lost"] <= document["snapshot_every_steps"]
+        case Expect.UNDISTURBED:
+            assert row["verdict"] == "holds", row
+            assert row["steps_lost"] == 0
+        case Expect.SKIP:
+            assert row["verdict"] == "holds", row
+            assert row["recovered_s"] is None
+        case Expect.HALT:
+            assert_exact(row)
+
+
+@pytest.mark.long
+def test_a_lone_rank_that_dies_may_lose_what_came_after_its_snapshot(tmp_path):
+    drilled = drill(tmp_path, "kill-rank", world_size=1)
+    row = drilled.rows["kill-rank"]
+    assert (row["verdict"], row["bitwise_equal"], drilled.finished.code) == ("holds", True, 0), row
+    assert row["steps_lost"] <= drilled.document["snapshot_every_steps"]
+
+
+@pytest.mark.long
+def test_a_difference_is_found_and_named(tmp_path):
+    """A task whose loss depends on which worker group it is: no drill of it can hold."""
+    write_task(
+        tmp_path,
+        """
+        import os
+        from tests.process.faulty import Task
+
+        class MyTask(Task):
+            def loss(self, model, batch):
+                return super().loss(model, batch) * (1 + 1e-6 * ("0001" not in os.environ["ELASTICTRAIN_RUN_DIR"]))
+        """,
+    )
+    job = tiny_job(tmp_path)
+    job.write_text(job.read_text().replace("tests.process.faulty:Task", "task:MyTask"))
+    finished = run_cli(
+        "drill", "kill-rank", job, "--scratch", tmp_path / "scratch", "--json", cwd=tmp_path, deadline_s=300
+    )
+    assert finished.code == 1
+    row = json.loads(finished.stdout)["rows"][0]
+    assert (row["bitwise_equal"], row["verdict"]) == (False, "fails")
+    assert row["difference"].startswith("step ")
+    assert "tensor " in row["difference"]
+    assert_nothing_left(tmp_path)
+
+
+# ---- a soak
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_soak(tmp_path):
+    options = ("--for", "6s", "--mtbf", "2s", "--seed", "3")
+    drilled = drill(tmp_path, "soak", "kill-rank", "kill-rank-zero", "kill-agent", "raise-in-loss", options=options)
+    row, document = drilled.rows["soak"], drilled.document
+    assert row["bitwise_equal"] is True, row
+    assert (row["samples_repeated"], row["samples_skipped"]) == (0, 0), row
+    assert document["faults"] == len(document["strikes"]) > 0
+    assert all(strike["recovered_s"] > strike["detected_s"] > 0 for strike in document["strikes"])
+    assert 0 < document["goodput"] < 1
+
+
+# ---- a running job
+
+
+@pytest.mark.parametrize("name", ["kill-rank", pytest.param("kill-agent", marks=pytest.mark.long)])
+def test_a_running_job_survives(tmp_path, name):
+    job = tiny_job(tmp_path, train={"max_steps": 1_000_000})
+    state = tmp_path / "state"
+    with start_cli("run", job, "--state-dir", state, "--output", "json", cwd=tmp_path) as running:
+        assert running.stdout is not None
+        wait_until(lambda: '"snapshot_durable"' in running.stdout.readline())  # type: ignore[union-attr]
+        finished = run_cli("drill", name, "--state-dir", state, "--yes", "--json", cwd=tmp_path)
+        row = json.loads(finished.stdout)["rows"][0]
+        assert row["recovered_s"] > row["detected_s"] > 0, row
+        assert row["steps_lost"] is not None
+        assert finished.code == (0 if row["verdict"] == "holds" else 1)
+        refused = run_cli("drill", "preempt", "--state-dir", state, "--yes", cwd=tmp_path)
+        assert (refused.code, refused.stdout) == (64, "")
+        assert "preempt cannot be done to a running job" in refused.stderr
+        unanswered = run_cli("drill", name, "--state-dir", state, cwd=tmp_path)
+        assert unanswered.code == 1, "nobody said yes"
+        running.send_signal(signal.SIGTERM)
+        running.wait(60)
