@@ -102,8 +102,10 @@ def first_difference(
 
 
 def _values(line: Mapping[str, Any]) -> dict[str, str]:
-    # repr keeps a float to its last bit.
-    return {key: repr(line.get(key)) for key in _STEP_KEYS}
+    # repr keeps a float to its last bit. The loss of a line that one rank wrote alone, since the others were gone, is
+    # that of its own part of the window; the gradient's norm is that of the whole.
+    keys = [key for key in _STEP_KEYS if not (key == "loss" and line.get("partial"))]
+    return {key: repr(line.get(key)) for key in keys}
 
 
 def _differing_state(reference: FinalState, final: FinalState) -> str:

@@ -292,6 +292,12 @@ def test_the_last_bit_of_a_number_is_a_difference(key, at):
     assert first_difference(LINES, changed, FINAL, FINAL) == f"step {at + 1} ({key})"
 
 
+def test_a_loss_of_one_ranks_part_alone_is_not_compared_but_the_gradient_is():
+    alone = {**LINES[1], "loss": 7.0, "partial": True}
+    assert first_difference(LINES, [LINES[0], alone, LINES[2]], FINAL, FINAL) == ""
+    assert first_difference(LINES, [{**alone, "grad_norm": 2.0}], FINAL, FINAL) == "step 2 (grad_norm)"
+
+
 def test_names_the_first_differing_tensor():
     other = replace(FINAL, tensors={**FINAL.tensors, ("optimizer.safetensors", "w/exp_avg"): "4"})
     assert first_difference(LINES, LINES, FINAL, other) == "tensor w/exp_avg in optimizer.safetensors"
