@@ -113,7 +113,7 @@ def decompose(first: int, last: int, count: int) -> tuple[Node, ...]:
 
 @lru_cache(maxsize=64)
 def partition(count: int, world_size: int) -> tuple[tuple[Node, ...], ...]:
-    """What each rank has to give to a window's sum: the nodes of its share (see `Window.share`), none for an empty one."""
+    """What each rank has to give to a window's sum: the nodes of its share (`Window.share`), none for an empty one."""
     return tuple(decompose(*split(count, rank, world_size), count) for rank in range(world_size))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,7 +102,9 @@ class _Job:
             world_size=session.place.world_size,
             kept_global_batch_size=spec.kept_global_batch_size,
         )
-        if config.train.deterministic:
+        if config.deterministic:
+            # cuBLAS reads it when it is first used, and is refused without it (torch, use_deterministic_algorithms).
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.benchmark = False
         session.generators.seed(derive(session.seed, Stream.MODEL))
@@ -188,7 +191,9 @@ class _Job:
     def _build_trainee(self) -> Trainee:
         config, device = self._config, self._place.device
         self._session.generators.seed(derive(self._session.seed, Stream.MODEL))
-        replica = Replica(self._task.build_model(), self._place, config.model, config.ddp)
+        replica = Replica(
+            self._task.build_model(), self._place, config.model, config.ddp, reduction=config.elastic.reduction
+        )
         precision = Precision(config.train.precision, device, config.scaler, tf32=config.train.tf32)
         optimizer = self._task.build_optimizer(
             replica.module, lambda model: make_optimizer(model, config.optimizer, device)
