@@ -121,7 +121,8 @@ class DdpConfig(Section):
     """Options of DistributedDataParallel, as torch has them."""
 
     find_unused_parameters: bool = False
-    """Needed only by models in which some parameters get no gradient in some steps; costs a graph traversal."""
+    """Needed only by models in which some parameters get no gradient in some steps; costs a graph traversal. With
+    elastic.reduction = "tree": in some microbatches; costs a small collective. The tree needs no other of these."""
     gradient_as_bucket_view: bool = True
     """Gradients are views of the reduction buckets: saves one copy of the gradient."""
     static_graph: bool = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -40,43 +41,43 @@ def check_rank_independent(module: nn.Module) -> None:
             raise ConfigError(f"{what} with sparse gradients: the tree sums dense ones", "Make it with sparse=False.")
 
 
-class BufferWatch:
-    """Notices a forward pass that changes a buffer: what the next microbatch computes would depend on what its rank
+class StateWatch:
+    """Notices a forward pass that changes the model: what the next microbatch computes would depend on what its rank
     has computed before. Buffers that are not kept (`persistent=False`) are taken for caches.
 
     Args:
-        module: whose buffers are watched.
+        module: whose parameters and buffers are watched.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._holders = [
-            (f"{prefix}.{name}" if prefix else name, layer, name)
-            for prefix, layer in module.named_modules()
-            for name in layer._buffers
-            if name not in layer._non_persistent_buffers_set
-        ]
+        self._holders: list[tuple[str, dict[str, Any], str]] = []
+        for prefix, layer in module.named_modules():
+            kept = [name for name in layer._buffers if name not in layer._non_persistent_buffers_set]
+            for tensors, names in ((layer._parameters, list(layer._parameters)), (layer._buffers, kept)):
+                self._holders += [(f"{prefix}.{name}" if prefix else name, tensors, name) for name in names]
         self._before: list[tuple[Tensor | None, int]] = []
 
     def begin(self) -> None:
-        """What the buffers are now, they must stay."""
-        self._before = [self._state(layer, name) for _, layer, name in self._holders]
+        """What the model is now, it must stay."""
+        self._before = [_state(tensors, name) for _, tensors, name in self._holders]
 
     def check(self, index: int) -> None:
-        """Raises TaskError if a buffer was changed since; by microbatch `index`, if it was not before it."""
-        for (full_name, layer, name), (tensor, version) in zip(self._holders, self._before, strict=True):
-            now, version_now = self._state(layer, name)
+        """Raises TaskError if the model was changed since; by microbatch `index`, if it was not before it."""
+        for (full_name, tensors, name), (tensor, version) in zip(self._holders, self._before, strict=True):
+            now, version_now = _state(tensors, name)
             if now is not tensor or version_now != version:
                 raise TaskError(
-                    f'elastic.reduction = "tree", but microbatch {index} of the window changed the buffer {full_name}: '
-                    "the next one would depend on which rank computes it",
-                    "A forward pass must leave the model's buffers alone. Register a mere cache with persistent=False.",
+                    f'elastic.reduction = "tree", but microbatch {index} of the window changed {full_name} of the '
+                    "model: the next one would depend on which rank computes it",
+                    "A forward pass must leave the model's parameters and buffers alone. Register a mere cache with "
+                    "persistent=False.",
                 )
 
-    @staticmethod
-    def _state(layer: nn.Module, name: str) -> tuple[Tensor | None, int]:
-        # Whatever writes into a tensor in place counts its version up (torch, Tensor._version).
-        buffer = layer._buffers.get(name)
-        return buffer, buffer._version if buffer is not None else 0
+
+def _state(tensors: dict[str, Any], name: str) -> tuple[Tensor | None, int]:
+    """A tensor and its version, which whatever writes into it in place counts up."""
+    tensor: Tensor | None = tensors.get(name)
+    return tensor, 0 if tensor is None else tensor._version
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from elastictrain.core.reduction_tree import Node, Partials, partition
 from elastictrain.errors import TaskError
 from elastictrain.training.device import Place
-from elastictrain.training.rank_independence import BufferWatch, check_rank_independent
+from elastictrain.training.rank_independence import StateWatch, check_rank_independent
 
 _ALIGNMENT_BYTES = 64
 """Of every parameter's part and of every shard: as torch aligns tensors of their own."""
@@ -67,7 +67,7 @@ class TreeReduction:
         self._names = [name for name, _ in named]
         self._parameters = [p for _, p in named]
         self._layout = _Layout(self._parameters, place)
-        self._buffers = BufferWatch(module)
+        self._state = StateWatch(module)
         self._free: list[_Sum] = []
         self._lent_out: _Sum | None = None
         self._used = [False] * len(named)
@@ -82,16 +82,16 @@ class TreeReduction:
         self._count = count
         self._used = [False] * len(self._parameters)
         self._partials = Partials(count, self._add, self._keep)
-        self._buffers.begin()
+        self._state.begin()
 
     @torch.no_grad()
     def push(self, index: int) -> None:
         """Takes the gradients of microbatch `index` out of the parameters. To be called in the microbatches' order.
 
         Raises:
-            TaskError: a parameter got none and that is not allowed, or a sparse one; or a buffer was changed.
+            TaskError: a parameter got none and that is not allowed, or a sparse one; or the model was changed.
         """
-        self._buffers.check(index)
+        self._state.check(index)
         gradients = [p.grad for p in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -123,7 +123,7 @@ class TreeReduction:
         """Leaves the window's gradient in the parameters, the same on every rank. Collective."""
         mine = [value for value in self._partials.values if isinstance(value, _Sum)]
         world_size = self._place.world_size
-        used = self._used
+        used = self._used if self._allow_unused else [True] * len(self._used)  # a rank may have had no microbatch
         total = mine[0] if mine else self._take()
         if world_size > 1:
             if self._allow_unused:
