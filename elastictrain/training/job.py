@@ -16,10 +16,9 @@ from elastictrain.core.advice import Advice, batchnorm_advice, schedule_advice
 from elastictrain.core.batch import resolve_batch
 from elastictrain.core.identity import DataIdentity
 from elastictrain.core.phases import Phase
-from elastictrain.core.reduction_tree import most_waiting
 from elastictrain.core.seeds import Stream, derive
 from elastictrain.core.skips import SkipWatch
-from elastictrain.core.window import EpochTail, WindowPlan, split
+from elastictrain.core.window import EpochTail, WindowPlan
 from elastictrain.errors import DataError, StorageError, TaskError
 from elastictrain.logs import Logger
 from elastictrain.protocol import IMPORTS_FILE, METRICS_FILE, RunSpec
@@ -309,6 +308,7 @@ class _Job:
         )
 
     def _log_start(self) -> None:
+        tree = self._trainee.replica.tree
         self._log.info(
             "training_started",
             task=self._config.task,
@@ -320,17 +320,9 @@ class _Job:
             global_batch_size=self._batch.global_batch_size,
             micro_batch_size=self._batch.micro_batch_size,
             max_steps=self._limits.num_steps,
-            **self._tree_facts(),
+            **(tree.facts(self._batch.num_microbatches) if tree is not None else {}),
             startup_s=round(perf_counter() - self._started_s, 3),
         )
-
-    def _tree_facts(self) -> dict[str, Any]:
-        """What a tree costs in memory: the partial sums that wait at a time, and the gradient that is being added."""
-        if self._trainee.replica.tree is None:
-            return {}
-        count = self._batch.num_microbatches
-        mine = split(count, self._place.rank, self._place.world_size)
-        return {"reduction": "tree", "gradient_copies": most_waiting(*mine, count) + 1}
 
     def _outcome(self, complete: bool, kept: Kept, reporter: Reporter, evaluation: Evaluation) -> Outcome:
         session = self._session

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elastictrain.core.reduction_tree import Node, Partials, partition
+from elastictrain.core.reduction_tree import Node, Partials, most_waiting, partition
+from elastictrain.core.window import split
 from elastictrain.errors import TaskError
 from elastictrain.training.device import Place
 from elastictrain.training.rank_independence import StateWatch, check_rank_independent
@@ -73,6 +74,12 @@ class TreeReduction:
         self._used = [False] * len(named)
         self._count = 0
         self._partials: Partials[_Sum | _Lent] = Partials(0, self._add, self._keep)
+
+    def facts(self, count: int) -> dict[str, str | int]:
+        """For the log: what windows of `count` microbatches cost this rank in memory. One copy of the gradient for each
+        partial sum that waits at a time, and one that is being added."""
+        mine = split(count, self._place.rank, self._place.world_size)
+        return {"reduction": "tree", "gradient_copies": most_waiting(*mine, count) + 1}
 
     def begin(self, count: int) -> None:
         """A window of `count` microbatches begins."""
