@@ -154,7 +154,8 @@ class Replica:
         self.broadcast_buffers()
         self.module.eval()
         try:
-            yield self.module
+            with naming_nondeterministic_operations() if self.tree is not None else nullcontext():
+                yield self.module
         finally:
             for module, mode in modes:
                 module.training = mode

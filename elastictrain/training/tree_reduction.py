@@ -16,10 +16,14 @@ the whole window has none afterwards, so that the optimizer leaves it alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.deterministic
 from torch import Tensor, nn
 
 from elastictrain.core.reduction_tree import Node, Partials, most_waiting, partition
@@ -137,11 +141,12 @@ class TreeReduction:
                 flags = torch.tensor(used, dtype=torch.int32, device=self._place.device)
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX)
                 used = flags.bool().tolist()
-            for group in range(len(self._layout.sizes)):
-                shard = self._reduce_shard([value.flats[group] for value in mine], total.flats[group])
-                # As bytes: whatever dtype, backends copy it.
-                gathered = _bytes(total.flats[group]).chunk(world_size)
-                dist.all_gather(list(gathered), _bytes(shard))
+            with _unfilled():
+                for group in range(len(self._layout.sizes)):
+                    shard = self._reduce_shard([value.flats[group] for value in mine], total.flats[group])
+                    # As bytes: whatever dtype, backends copy it.
+                    gathered = _bytes(total.flats[group]).chunk(world_size)
+                    dist.all_gather(list(gathered), _bytes(shard))
         for parameter, view, is_used in zip(self._parameters, total.views, used, strict=True):
             parameter.grad = view if is_used else None
         self._free += mine[1:]
@@ -218,6 +223,19 @@ def _by_presence(
             there.append(view)
             present.append(gradient)
     return there, present, absent
+
+
+@contextmanager
+def _unfilled() -> Iterator[None]:
+    """Where memory is written before it is read, here and in the backend: with deterministic kernels torch would fill
+    it first, which takes as long as the reduction itself (torch.utils.deterministic)."""
+    settings: Any = torch.utils.deterministic  # a module with a property, which mypy does not know
+    was = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = was
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -156,6 +156,14 @@ def test_what_would_break_the_promise_is_refused_by_name(tmp_path: Path, what: s
     assert run.metrics() == []
 
 
+def test_an_evaluation_needs_deterministic_operations_too(tmp_path: Path) -> None:
+    task = "tests.process.tree_tasks:Unfit"
+    run = tree(tmp_path, 1, task=task, params={"what": "nondeterministic evaluation"}, expect_success=False)
+    assert run.codes == [78]
+    assert "the task uses put_" in run.errors[0].what
+    assert run.errors[0].step == len(run.metrics()) > 0
+
+
 @pytest.mark.parametrize("what", ["frozen batchnorm", "batchnorm without statistics"])
 def test_batchnorm_that_keeps_no_statistics_may_stay(tmp_path: Path, what: str) -> None:
     digests = set()
