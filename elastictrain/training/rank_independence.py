@@ -23,7 +23,8 @@ def check_rank_independent(module: nn.Module) -> None:
         ConfigError: there is one: running statistics, synchronised statistics, sparse gradients.
     """
     for name, layer in module.named_modules():
-        what = f'elastic.reduction = "tree", but {name or "the model"} is a {type(layer).__name__}'
+        who = f'layer "{name}"' if name else "the model"
+        what = f'elastic.reduction = "tree", but {who} is a {type(layer).__name__}'
         if isinstance(layer, nn.SyncBatchNorm):
             raise ConfigError(
                 f"{what}: its statistics are over the microbatches that run at the same time, so they change with the "

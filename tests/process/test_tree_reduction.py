@@ -137,9 +137,9 @@ def test_a_peer_that_dies_before_the_all_to_all_is_named_as_the_cause(tmp_path: 
 @pytest.mark.parametrize(
     ("what", "words", "hint"),
     [
-        ("batchnorm", "1 is a BatchNorm1d with running statistics", "eval()"),
-        ("syncbatchnorm", "1 is a SyncBatchNorm", "group or layer"),
-        ("sparse", "2 is a Embedding with sparse gradients", "sparse=False"),
+        ("batchnorm", 'layer "1" is a BatchNorm1d with running statistics', "eval()"),
+        ("syncbatchnorm", 'layer "1" is a SyncBatchNorm', "group or layer"),
+        ("sparse", 'layer "2" is a Embedding with sparse gradients', "sparse=False"),
         ("spectral norm", "microbatch 0 of the window changed 0.parametrizations.weight.0._u", "leave the model's"),
         ("max_norm", "microbatch 0 of the window changed embed.weight", "leave the model's"),
         ("unused", "got no gradient in microbatch 0 of the window", "find_unused_parameters = true"),
