@@ -9,7 +9,9 @@ import pytest
 from safetensors.numpy import load
 
 from elastictrain.cli.state_dir import StartOptions
-from tests.process.helpers import Trained, run_cli, write_job
+from elastictrain.core.phases import Phase
+from elastictrain.heartbeat import heartbeat_paths, read_heartbeat
+from tests.process.helpers import Trained, run_cli, wait_until, write_job
 from tests.process.resume_helpers import go, kept, store_of, trace
 
 TASK = "tests.process.tree_tasks:Everything"
@@ -123,9 +125,27 @@ def test_a_parameter_that_no_microbatch_of_a_window_uses_keeps_its_value(tmp_pat
 # ---- a peer that dies
 
 
-def test_a_peer_that_dies_before_the_all_to_all_is_named_as_the_cause(tmp_path: Path) -> None:
-    section = {"max_steps": 6, "global_batch_size": 12}
-    run = tree(tmp_path, 3, task="tests.process.tree_tasks:RankDies", train_section=section, expect_success=False)
+def test_who_waits_in_the_all_to_all_is_seen_to_and_fails_with_the_peer(tmp_path: Path) -> None:
+    """The supervisor tells the culprit by the phases: it is the rank that is not in the reduction."""
+    run_dir = tmp_path / "state" / "runs" / "0001"
+
+    def others_wait() -> bool:
+        beats = {number: read_heartbeat(path) for number, path in heartbeat_paths(run_dir).items()}
+        now = {number: (beat.phase, beat.step) for number, beat in beats.items() if beat is not None}
+        return now == {0: (Phase.REDUCE, 2), 1: (Phase.FORWARD, 2), 2: (Phase.REDUCE, 2)}
+
+    def kill_when_others_wait(ranks: list[Any]) -> None:
+        wait_until(others_wait)
+        ranks[1].kill()
+
+    run = tree(
+        tmp_path,
+        3,
+        task="tests.process.tree_tasks:RankStops",
+        train_section={"max_steps": 6, "global_batch_size": 12},
+        expect_success=False,
+        while_running=kill_when_others_wait,
+    )
     assert run.codes == [70, -9, 70]
     assert [(report.rank, report.step, report.secondary) for report in run.errors] == [(0, 2, True), (2, 2, True)]
     assert "another rank ended" in run.errors[0].what

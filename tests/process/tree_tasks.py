@@ -141,8 +141,8 @@ class Renormalised(nn.Module):
         return out
 
 
-class RankDies(Everything):
-    """Rank 1 is killed in a forward pass of the third step, while the others go on to the reduction."""
+class RankStops(Everything):
+    """Rank 1 stops in a forward pass of the third step, while the others go on to the reduction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,5 +151,5 @@ class RankDies(Everything):
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Any:
         self.losses += 1
         if rank() == 1 and self.losses == 5:  # two microbatches a step
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGSTOP)
         return super().loss(model, batch)
