@@ -121,7 +121,8 @@ class DdpConfig(Section):
     """Options of DistributedDataParallel, as torch has them."""
 
     find_unused_parameters: bool = False
-    """Needed only by models in which some parameters get no gradient in some steps; costs a graph traversal."""
+    """Needed only by models in which some parameters get no gradient in some steps; costs a graph traversal. With
+    elastic.reduction = "tree": in some microbatches; costs a small collective. The tree needs no other of these."""
     gradient_as_bucket_view: bool = True
     """Gradients are views of the reduction buckets: saves one copy of the gradient."""
     static_graph: bool = False
@@ -173,7 +174,12 @@ class ElasticConfig(Section):
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Collectives: auto takes nccl on CUDA, gloo on CPU."""
     threads_per_rank: PositiveInt | None = None
-    """Intra-op threads of a rank; default: the node's cores shared out evenly, at least 1."""
+    """Intra-op threads of a rank; default: the node's cores shared out evenly, at least 1. With reduction = "tree" the
+    default is 1, since the number of threads is part of the numbers that come out."""
+    reduction: Literal["default", "tree"] = "default"
+    """How the microbatches' gradients are summed. default: by DistributedDataParallel, bitwise the same at the same
+    world size. tree: along one fixed tree over the microbatches, bitwise the same at every world size; switches
+    deterministic kernels on, and refuses what would break the promise (docs/reduction.md)."""
     process_group_timeout_s: PositiveFloat = 600.0
     """A collective that takes longer fails. Longer than every limit of [supervisor]: a hang is to be found, and its
     culprit named, before the collectives of the other ranks give up."""
@@ -317,6 +323,30 @@ class JobConfig(Section):
     metrics: MetricsConfig = MetricsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether only deterministic kernels may be used."""
+        return self.train.deterministic or self.elastic.reduction == "tree"
+
+    @model_validator(mode="after")
+    def _check_reduction(self) -> JobConfig:
+        if self.elastic.reduction == "tree":
+            refused = {
+                "ddp.static_graph": (self.ddp.static_graph, "is a way of DistributedDataParallel's to reduce"),
+                "model.sync_batchnorm": (
+                    self.model.sync_batchnorm,
+                    "takes statistics over the ranks' microbatches, which change with the number of ranks",
+                ),
+                "model.compile": (
+                    self.model.compile,
+                    "compiles kernels for the shapes that a rank happens to have seen, which changes the numbers",
+                ),
+            }
+            for name, (is_set, why) in refused.items():
+                if is_set:
+                    raise ValueError(f'{name} = true does not go with elastic.reduction = "tree": it {why}')
+        return self
 
     @model_validator(mode="after")
     def _check_order_of_timeouts(self) -> JobConfig:

@@ -48,6 +48,33 @@ class DataIdentity:
         return [Difference(name, str(theirs), str(mine)) for name, theirs, mine in pairs if theirs != mine]
 
 
+@dataclass(frozen=True, slots=True)
+class ReductionIdentity:
+    """What the last bits of a gradient follow from, beside the world size.
+
+    Args:
+        reduction: how gradients are summed: "default" or "tree".
+        threads_per_rank: intra-op threads of a rank: kernels on the CPU split their sums by it.
+        micro_batch_size: samples per forward pass.
+    """
+
+    reduction: str
+    threads_per_rank: int
+    micro_batch_size: int
+
+    def differences(self, kept: ReductionIdentity) -> list[Difference]:
+        """What a snapshot has differently that would break the promise of the tree, if either holds it."""
+        if self.reduction != kept.reduction:
+            return [Difference("reduction", kept.reduction, self.reduction)]
+        if self.reduction == "default":
+            return []
+        pairs = [
+            ("threads_per_rank", kept.threads_per_rank, self.threads_per_rank),
+            ("micro_batch_size", kept.micro_batch_size, self.micro_batch_size),
+        ]
+        return [Difference(name, str(theirs), str(mine)) for name, theirs, mine in pairs if theirs != mine]
+
+
 def refusal(differences: list[Difference], allowed: frozenset[str]) -> str | None:
     """Why a snapshot must not be taken over, or None."""
     refused = [d for d in differences if d.name not in allowed]
@@ -62,4 +89,15 @@ def refusal(differences: list[Difference], allowed: frozenset[str]) -> str | Non
 
 HYPERPARAMETERS = "hyperparameters"
 """Not refused, since they may follow from the world size: the snapshot's hold, with a warning, unless allowed."""
-ALLOWABLE = ("seed", "dataset_length", "shuffle", "fingerprint", "model", "optimizer", HYPERPARAMETERS)
+ALLOWABLE = (
+    "seed",
+    "dataset_length",
+    "shuffle",
+    "fingerprint",
+    "model",
+    "optimizer",
+    "reduction",
+    "threads_per_rank",
+    "micro_batch_size",
+    HYPERPARAMETERS,
+)

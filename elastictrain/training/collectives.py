@@ -24,6 +24,19 @@ def gather_ints(values: Sequence[int], place: Place) -> list[list[int]]:
     return [row.tolist() for row in rows]
 
 
+def gather_by_index(values: Tensor, first: int, count: int, place: Place) -> Tensor:
+    """`count` rows in the order of their index, of which each rank has a run: this one `values`, from row `first`.
+
+    A row is one rank's alone, and the others add zeros to it: exact, in whatever order. So what is summed up of the
+    rows afterwards does not depend on the number of ranks.
+    """
+    table = values.new_zeros((count, *values.shape[1:]))
+    table[first : first + len(values)] = values
+    if place.world_size > 1:
+        dist.all_reduce(table)
+    return table
+
+
 def broadcast_ints(values: Sequence[int], source: int, place: Place) -> list[int]:
     """The source's values on every rank; the others give as many, of any value."""
     if place.world_size == 1:

@@ -1,7 +1,8 @@
 """Evaluation: every sample once, none padded, weighted exactly, the training trajectory untouched.
 
 Batches are cut by `micro_batch_size` and dealt to the ranks, so a batch holds the same samples at any world size. No
-collective runs inside a batch; sums of totals and weights are reduced once, in float64, at the end.
+collective runs inside a batch; totals and weights are brought together once, at the end, and summed in float64 in the
+order of the batches, so that the number of ranks does not show in the sum.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from elastictrain.core.seeds import Stream, derive
 from elastictrain.core.window import split
 from elastictrain.errors import TaskError
-from elastictrain.training.collectives import broadcast_bytes
+from elastictrain.training.collectives import broadcast_bytes, gather_by_index
 from elastictrain.training.data import FetchFailed, SeededReader, batches, to_device
 from elastictrain.training.device import Place
 from elastictrain.training.ema import Ema
@@ -106,8 +106,8 @@ class Evaluator:
         self._generators = Generators(place.device)
         self._reader = SeededReader(dataset, seed=seed, stream=Stream.EVAL_SAMPLE, shuffle=False, seed_samples=True)
         length = len(dataset)
-        num_batches = -(-length // micro_batch_size)
-        self._first, last = split(num_batches, place.rank, place.world_size)
+        self._num_batches = -(-length // micro_batch_size)
+        self._first, last = split(self._num_batches, place.rank, place.world_size)
         self._spans = [
             (i * micro_batch_size, min((i + 1) * micro_batch_size, length)) for i in range(self._first, last)
         ]
@@ -122,7 +122,7 @@ class Evaluator:
         Returns:
             `{"<dataset>/<name>": value}`, the same on every rank.
         """
-        totals: dict[str, Tensor] = {}
+        measured: list[dict[str, Tensor]] = []
         with ExitStack() as stack:
             stack.enter_context(self._generators.kept())
             if ema is not None:
@@ -142,12 +142,11 @@ class Evaluator:
                     raise batch.as_error(step=None)
                 self._beat(number)
                 self._generators.seed(derive(self._seed, Stream.EVAL_BATCH, number))
-                for name, (total, weight) in self._measure(model, batch, span[1] - span[0]).items():
-                    pair = torch.stack([total, weight])
-                    totals[name] = totals[name] + pair if name in totals else pair
-        return self._reduce(totals)
+                measured.append(self._measure(model, batch, span[1] - span[0]))
+        return self._reduce(measured)
 
-    def _measure(self, model: torch.nn.Module, batch: Any, num_samples: int) -> dict[str, tuple[Tensor, Tensor]]:
+    def _measure(self, model: torch.nn.Module, batch: Any, num_samples: int) -> dict[str, Tensor]:
+        """Total and weight of every value, in float64."""
         default_weight = float(num_samples) if self._task.weight is None else float(self._task.weight(batch))
         on_device = to_device(batch, self._place.device, non_blocking=False, channels_last=self._channels_last)
         with self._precision.autocast():
@@ -167,15 +166,15 @@ class Evaluator:
             if weight is None:
                 weight = torch.tensor(default_weight, dtype=torch.float64, device=total.device)
                 total = total * weight
-            measured[name] = (total, torch.as_tensor(weight, dtype=torch.float64, device=total.device))
+            measured[name] = torch.stack([total, torch.as_tensor(weight, dtype=torch.float64, device=total.device)])
         return measured
 
-    def _reduce(self, totals: dict[str, Tensor]) -> dict[str, float]:
-        names = sorted(totals)
+    def _reduce(self, measured: list[dict[str, Tensor]]) -> dict[str, float]:
+        names = sorted({name for values in measured for name in values})
         if self._place.world_size > 1:
             # Rank zero always has a batch, so it knows all names; the last ranks may have none.
             names = json.loads(broadcast_bytes(json.dumps(names).encode(), 0, self._place))
-            unknown = set(totals) - set(names)
+            unknown = {name for values in measured for name in values} - set(names)
             if unknown:
                 raise TaskError(
                     f"{self._task.name}.metrics() gave {sorted(unknown)} on rank {self._place.rank} but not on rank 0",
@@ -183,11 +182,12 @@ class Evaluator:
                 )
         device = self._place.device
         zero = torch.zeros(2, dtype=torch.float64, device=device)
-        table = torch.stack([totals.get(name, zero).to(device) for name in names])
-        if self._place.world_size > 1:
-            dist.all_reduce(table)
-        rows = table.tolist()
-        return {
-            f"{self.name}/{name}": total / weight if weight else float("nan")
-            for name, (total, weight) in zip(names, rows, strict=True)
-        }
+        mine = torch.zeros((len(measured), len(names), 2), dtype=torch.float64, device=device)
+        for row, values in zip(mine, measured, strict=True):
+            row.copy_(torch.stack([values.get(name, zero).to(device) for name in names]))
+        batches_of_all = gather_by_index(mine, self._first, self._num_batches, self._place).tolist()
+        found = {}
+        for column, name in enumerate(names):
+            total, weight = (sum(batch[column][part] for batch in batches_of_all) for part in (0, 1))
+            found[f"{self.name}/{name}"] = total / weight if weight else float("nan")
+        return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -98,7 +99,9 @@ class Job:
             world_size=session.place.world_size,
             kept_global_batch_size=spec.kept_global_batch_size,
         )
-        if config.train.deterministic:
+        if config.deterministic:
+            # cuBLAS reads it when it is first used, and is refused without it (torch, use_deterministic_algorithms).
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.benchmark = False
         session.generators.seed(derive(session.seed, Stream.MODEL))
@@ -221,7 +224,9 @@ class Job:
     def _build_trainee(self) -> Trainee:
         config, device = self._config, self._place.device
         self._session.generators.seed(derive(self._session.seed, Stream.MODEL))
-        replica = Replica(self._task.build_model(), self._place, config.model, config.ddp)
+        replica = Replica(
+            self._task.build_model(), self._place, config.model, config.ddp, reduction=config.elastic.reduction
+        )
         precision = Precision(config.train.precision, device, config.scaler, tf32=config.train.tf32)
         optimizer = self._task.build_optimizer(
             replica.module, lambda model: make_optimizer(model, config.optimizer, device)
@@ -334,6 +339,7 @@ class Job:
         )
 
     def _log_start(self) -> None:
+        tree = self._trainee.replica.tree
         self._log.info(
             "training_started",
             task=self._config.task,
@@ -345,6 +351,7 @@ class Job:
             global_batch_size=self._batch.global_batch_size,
             micro_batch_size=self._batch.micro_batch_size,
             max_steps=self._limits.num_steps,
+            **(tree.facts(self._batch.num_microbatches) if tree is not None else {}),
             startup_s=round(perf_counter() - self._started_s, 3),
         )
 

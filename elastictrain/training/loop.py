@@ -8,6 +8,7 @@ It stands on `Session` alone. What is in here is the order of things; the parts 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from elastictrain.core.counters import Counters
 from elastictrain.core.phases import Phase
 from elastictrain.core.skips import SkippedUpdate, SkipWatch
 from elastictrain.errors import HaltError, TaskError
+from elastictrain.training.collectives import gather_by_index
 from elastictrain.training.data import to_device
 from elastictrain.training.evaluate import Evaluation
 from elastictrain.training.feed import Feed
@@ -73,10 +75,13 @@ class Loop:
         self._skip_watch = skip_watch
         self._snapshotter = snapshotter
         self._shadow: Shadow | None = shadow
+        self._tree = trainee.replica.tree
+        # DDP divides by the number of ranks; the tree gives the sum.
+        self._divisor = self._place.world_size if self._tree is None else 1
         self._non_blocking = self._place.device.type == "cuda"
         self._reducing = False
         session.on_settled(self._settled)
-        if self._place.world_size > 1:
+        if self._place.world_size > 1 and self._tree is None:
             self._replica.on_last_gradient(self._last_gradient)
 
     # ---- the run
@@ -145,7 +150,9 @@ class Loop:
             self._shadow.keep(step.index)
         num_mine = len(step.microbatches)
         # A short window may leave ranks without work; then nobody reduces in the backward pass.
-        by_hand = step.window.num_microbatches < world_size
+        by_hand = self._tree is None and step.window.num_microbatches < world_size
+        if self._tree is not None:
+            self._tree.begin(step.window.num_microbatches)
         model = self._replica.module if by_hand else self._replica.forward_module
         session.enter(Phase.DATA)
         fetched: list[Any] = []
@@ -154,8 +161,8 @@ class Loop:
         if self._task.weight is not None:
             fetched = [self._feed.fetch(step) for _ in range(num_mine)]
             weights = [self._weigh(batch, step) for batch in fetched]
-            total_weight = self._total_weight(sum(weights), step)
-        loss_sum: Tensor | None = None
+            total_weight = self._total_weight(weights, step)
+        losses: list[Tensor] = []
         if not num_mine:
             self._timer.begin()
         for number, microbatch in enumerate(step.microbatches):
@@ -181,7 +188,9 @@ class Loop:
                 self._reducing = is_last and not by_hand
                 self._precision.backward(share)
             self._reducing = False
-            loss_sum = share.detach() if loss_sum is None else loss_sum + share.detach()
+            if self._tree is not None:
+                self._tree.push(microbatch.index)
+            losses.append(share.detach())
         if self._shadow is not None and num_mine:
             self._shadow.observe()
             if not self._shadow.is_needed:
@@ -192,6 +201,9 @@ class Loop:
                 self._last_gradient_mark()
             if by_hand:
                 self._replica.reduce_by_hand()
+        if self._tree is not None:
+            self._tree.reduce()
+        if world_size > 1:
             self._replica.broadcast_buffers()
             self._timer.mark()
         session.enter(Phase.OPTIMIZER)
@@ -204,7 +216,8 @@ class Loop:
         self._reporter.record(
             StepRecord(
                 step=step.index + 1,
-                loss=loss_sum if loss_sum is not None else torch.zeros((), device=self._place.device),
+                losses=self._losses(losses, step),
+                divisor=self._divisor,
                 grad_norm=result.grad_norm,
                 lr=float(lr),
                 scale=scale,
@@ -231,19 +244,40 @@ class Loop:
             )
         return weight
 
-    def _total_weight(self, mine: float, step: Step) -> float | Tensor:
+    def _total_weight(self, weights: list[float], step: Step) -> float | Tensor:
         """The window's weight over all ranks. Every rank knows its own before its first forward pass."""
-        if self._place.world_size == 1:
+        mine = sum(weights)
+        if self._tree is not None:
+            row = torch.tensor(weights, dtype=torch.float64, device=self._place.device)
+            by_index = gather_by_index(row, self._first(step), step.window.num_microbatches, self._place)
+            total = by_index.sum()
+        elif self._place.world_size == 1:
             if mine == 0:
                 self._no_weight(step)
             return mine
-        total = torch.tensor(mine, dtype=torch.float64, device=self._place.device)
-        dist.all_reduce(total)
+        else:
+            total = torch.tensor(mine, dtype=torch.float64, device=self._place.device)
+            dist.all_reduce(total)
         if total.device.type == "cpu":
             if total.item() == 0:
                 self._no_weight(step)
             return float(total.item())
         return total
+
+    @staticmethod
+    def _first(step: Step) -> int:
+        """This rank's first microbatch within the window; any, if it has none."""
+        return step.microbatches[0].index if step.microbatches else 0
+
+    def _losses(self, mine: list[Tensor], step: Step) -> Tensor:
+        """What this rank knows of the window's loss: its sum; with the tree, every microbatch's part by its index."""
+        if self._tree is None:
+            return functools.reduce(torch.add, mine or [torch.zeros((), device=self._place.device)]).reshape(1)
+        row = torch.zeros(step.window.num_microbatches, dtype=torch.float64, device=self._place.device)
+        if mine:
+            first = self._first(step)
+            row[first : first + len(mine)] = torch.stack(mine)
+        return row
 
     def _no_weight(self, step: Step) -> None:
         raise TaskError(
@@ -252,7 +286,7 @@ class Loop:
         )
 
     def _share(self, value: Any, weight: float, total_weight: float | Tensor) -> Tensor:
-        """This microbatch's part of the window's mean loss, times the world size, which the reduction divides by."""
+        """This microbatch's part of the window's mean loss, times the number that the reduction divides by."""
         loss, returned_weight = split_loss(value, f"{self._task.name}.loss()")
         if loss.dtype in (torch.float16, torch.bfloat16):
             loss = loss.float()
@@ -262,10 +296,10 @@ class Loop:
                     f"{self._task.name}.loss() returned a mean over a microbatch of weight 0",
                     "Return (total, weight) where a microbatch can weigh nothing: a mean over nothing is NaN.",
                 )
-            factor = weight * self._place.world_size / total_weight
+            factor = weight * self._divisor / total_weight
         else:
             self._check_weight(returned_weight, weight)
-            factor = self._place.world_size / total_weight
+            factor = self._divisor / total_weight
         if isinstance(factor, Tensor):
             factor = factor.to(loss.dtype)
         return loss * factor

@@ -10,7 +10,7 @@ import fnmatch
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from elastictrain.core.window import EpochTail, WindowPlan
 from elastictrain.errors import ConfigError, ReplicaMismatchError
 from elastictrain.training.collectives import gather_ints
 from elastictrain.training.device import Place
+from elastictrain.training.rank_independence import naming_nondeterministic_operations
+from elastictrain.training.tree_reduction import TreeReduction
 
 _NO_SYNC: dict[str, Any] = next(
     {name: False}
@@ -44,17 +46,26 @@ class Replica:
         place: rank, world size and device.
         model_config: what is done to the model.
         ddp_config: how gradients are reduced.
+        reduction: "default", by DistributedDataParallel, or "tree".
 
     Attributes:
         module: the model itself: its parameters' names are those of the task's model.
-        forward_module: what a loss calls: the model, wrapped where there are several ranks.
+        forward_module: what a loss calls: the model, wrapped where there are several ranks and DDP reduces.
+        tree: what reduces instead of DDP; None with the default reduction.
 
     Raises:
         ReplicaMismatchError: the model is not the same on all ranks.
         ConfigError: an option does not fit the model.
     """
 
-    def __init__(self, model: nn.Module, place: Place, model_config: ModelConfig, ddp_config: DdpConfig) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        place: Place,
+        model_config: ModelConfig,
+        ddp_config: DdpConfig,
+        reduction: Literal["default", "tree"] = "default",
+    ) -> None:
         self.place = place
         if model_config.sync_batchnorm:
             if place.device.type != "cuda":
@@ -71,7 +82,11 @@ class Replica:
         if place.world_size > 1:
             check_equal_on_all_ranks(self.module, place)
         self._ddp: DistributedDataParallel | None = None
-        if place.world_size > 1:
+        self.tree: TreeReduction | None = None
+        if reduction == "tree":
+            # One rank takes the same way as many: even where it has nobody to reduce with.
+            self.tree = TreeReduction(self.module, place, allow_unused=ddp_config.find_unused_parameters)
+        elif place.world_size > 1:
             self._ddp = DistributedDataParallel(
                 self.module,
                 device_ids=[place.device] if place.device.type == "cuda" else None,
@@ -109,6 +124,8 @@ class Replica:
 
     def accumulating(self, *, reduce: bool) -> AbstractContextManager[object]:
         """The scope of one microbatch's forward and backward pass; gradients are reduced at its end, or not."""
+        if self.tree is not None:
+            return naming_nondeterministic_operations()
         if reduce or self._ddp is None:
             return nullcontext()
         return self._ddp.no_sync()
@@ -156,7 +173,8 @@ class Replica:
         self.broadcast_buffers()
         self.module.eval()
         try:
-            yield self.module
+            with naming_nondeterministic_operations() if self.tree is not None else nullcontext():
+                yield self.module
         finally:
             for module, mode in modes:
                 module.training = mode

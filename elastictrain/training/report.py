@@ -7,6 +7,7 @@ a report reads them all with one collective and one transfer.
 from __future__ import annotations
 
 import fcntl
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,10 @@ class StepRecord:
 
     Args:
         step: the global step it made.
-        loss: this rank's part of the window's mean loss, times the world size; 0-d on the device.
+        losses: what this rank adds to the window's mean loss times `divisor`: one number, or one for each microbatch by
+            its index, 0 where it is another rank's. 1-d on the device, as long on every rank. The loss is summed over
+            the ranks first, then in the order of the index.
+        divisor: see there.
         grad_norm: norm before clipping, 0-d on the device; None if not computed.
         lr: learning rate of the update, first parameter group.
         scale: loss scale, 0-d on the device; None where there is no scaler.
@@ -42,7 +46,8 @@ class StepRecord:
     """
 
     step: int
-    loss: Tensor
+    losses: Tensor
+    divisor: int
     grad_norm: Tensor | None
     lr: float
     scale: Tensor | None
@@ -137,7 +142,7 @@ class Reporter:
         now_s = perf_counter()
         wall_s = now_s - self._since_s
         spent = time_spent(self._session.take_phase_times(), on_device)
-        mine = torch.stack([r.loss.to(torch.float64) for r in records])
+        mine = torch.cat([r.losses.to(torch.float64) for r in records])
         clock = torch.tensor(
             [spent.data, spent.compute, spent.reduce, spent.aside, float(peak_memory_bytes(place.device))],
             dtype=torch.float64,
@@ -146,8 +151,9 @@ class Reporter:
         rows = _all_rows(torch.cat([mine, clock]), place.world_size)
         self._records = []  # not before they are exchanged: a rank that fails here still has them to report alone
         self._since_s = now_s
-        num = len(records)
-        losses = [sum(row[i] for row in rows) / place.world_size for i in range(num)]
+        num = len(mine)
+        terms = iter([sum(row[i] for row in rows) for i in range(num)])
+        losses = [sum(itertools.islice(terms, len(r.losses))) / r.divisor for r in records]
         spent = TimeSpent(*(sum(row[num + i] for row in rows) / place.world_size for i in range(4)))
         self.last_loss = losses[-1]
         device = self._session.place.device
@@ -235,7 +241,7 @@ class Reporter:
                 file.write(f"{records[-1].step}\n")
         partial = {"partial": True} if self._session.place.world_size > 1 else {}
         if records:
-            writer.write([{**self._line(record, record.loss.item()), **partial} for record in records])
+            writer.write([{**self._line(record, record.losses.sum().item()), **partial} for record in records])
 
     def _line(self, record: StepRecord, loss: float) -> Record:
         return {

@@ -18,7 +18,7 @@ from elastictrain.checkpoint.format import EMA_FILE, MODEL_FILE, OPTIMIZER_FILE,
 from elastictrain.checkpoint.tree import decode, encode
 from elastictrain.core.batch import BatchPlan
 from elastictrain.core.counters import Counters
-from elastictrain.core.identity import DataIdentity, Difference
+from elastictrain.core.identity import DataIdentity, Difference, ReductionIdentity
 from elastictrain.errors import SnapshotMismatchError, StateValueError
 from elastictrain.training.hyperparameters import (
     COMPUTATION_KEYS,
@@ -115,6 +115,9 @@ class TrainingState:
         self._task = task
         self._data = data
         self._batch = batch
+        self._reduction = ReductionIdentity(
+            "default" if trainee.replica.tree is None else "tree", torch.get_num_threads(), batch.micro_batch_size
+        )
         self._module = module = trainee.replica.module
         self._optimizer = optimizer = trainee.optimizer
         self._scheduler = trainee.scheduler
@@ -179,6 +182,7 @@ class TrainingState:
             "world_size": self._session.place.world_size,
             "batch": asdict(self._batch),
             "precision": self._precision.mode,
+            "reduction": asdict(self._reduction),
             "aliases": {"model": aliases},
             "optimizer": self._optimizer_form(),
             "hyperparameters": self._hyperparameters,
@@ -228,6 +232,11 @@ class TrainingState:
     ) -> list[Difference]:
         """What a snapshot has differently from this run and what must not differ unless allowed by name."""
         found = self._data.differences(DataIdentity(**trainer["data_order"]))
+        if "reduction" in trainer:
+            kept = ReductionIdentity(**trainer["reduction"])
+        else:  # of a version that knew only one
+            kept = ReductionIdentity("default", self._reduction.threads_per_rank, self._batch.micro_batch_size)
+        found += self._reduction.differences(kept)
         mine = {name: spec_of(tensor, name) for name, tensor in self._model_tensors()[0].items()}
         theirs = specs[MODEL_FILE]
         for name in [*mine, *(n for n in theirs if n not in mine)]:

@@ -145,6 +145,8 @@ def _write_whole_lines() -> None:
 def _num_threads(config: JobConfig) -> int:
     if config.elastic.threads_per_rank is not None:
         return config.elastic.threads_per_rank
+    if config.elastic.reduction == "tree":
+        return 1  # not a share of the cores: the number must not change with the number of ranks
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
