@@ -125,15 +125,17 @@ def check_recovered(ran: Ran, undisturbed: str, num_failures: int) -> None:
 # ---- crashes and hangs in training
 
 
-def test_one_thing_after_another(tmp_path: Path, undisturbed: str) -> None:
-    """A rank is killed, one is stopped, one sleeps, one holds the interpreter lock: blamed one by one, and got over."""
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_one_thing_after_another(tmp_path: Path, undisturbed: str, fast: bool) -> None:
+    """A rank is killed, one is stopped, one sleeps, one holds the interpreter lock: blamed one by one, and got over,
+    whether ranks are forked or started anew."""
     faults = [
         ("loss", "kill", 1, 3),
         ("loss", "stop", 1, 5),
         ("loss", "sleep", 0, 7),
         ("loss", "lock", 1, 9),
     ]
-    ran = run_faulty(tmp_path, faults)
+    ran = run_faulty(tmp_path, faults, elastic={"fast_restart": fast})
     check_recovered(ran, undisturbed, len(faults))
     killed, stopped, slept, locked, _ = ran.causes
     assert "rank 1 was ended by SIGKILL" in killed
