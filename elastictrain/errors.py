@@ -129,6 +129,12 @@ class NoPermissionError(ElasticTrainError):
     exit_code = 77  # EX_NOPERM
 
 
+class DrillFailedError(ElasticTrainError):
+    """A drill does not hold: the job would not have survived that fault as promised."""
+
+    exit_code = 1
+
+
 class SnapshotMismatchError(ElasticTrainError):
     """A snapshot belongs to another run than this one, or holds what cannot be kept."""
 
@@ -173,6 +179,8 @@ BY_NAME: dict[str, type[ElasticTrainError]] = {
         StorageError,
         MemoryTierError,
         UnsafePathError,
+        NoPermissionError,
+        DrillFailedError,
         SnapshotMismatchError,
         HaltError,
         WorkerFailedError,

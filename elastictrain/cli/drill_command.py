@@ -17,7 +17,7 @@ import typer
 
 from elastictrain.cli.job_dirs import JobDir, find_job_dir
 from elastictrain.cli.options import SetOption, StateDirOption
-from elastictrain.errors import ElasticTrainError, StateDirError, UsageError
+from elastictrain.errors import DrillFailedError, StateDirError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,12 +25,6 @@ if TYPE_CHECKING:
     from elastictrain.core.faults import Fault
     from elastictrain.drill.exercise import Row
     from elastictrain.drill.settings import DrillJob
-
-
-class DrillFailedError(ElasticTrainError):
-    """A drill does not hold: the job would not have survived that fault as promised."""
-
-    exit_code = 1
 
 
 def drill(
