@@ -75,6 +75,10 @@ class NotRunningError(ElasticTrainError):
     exit_code = 69  # EX_UNAVAILABLE
 
 
+class UnresponsiveError(NotRunningError):
+    """A supervisor is there and does not answer, or may not be asked."""
+
+
 class ReplicaMismatchError(ElasticTrainError):
     """Ranks that must hold the same thing do not."""
 
@@ -129,6 +133,12 @@ class NoPermissionError(ElasticTrainError):
     exit_code = 77  # EX_NOPERM
 
 
+class DrillError(ElasticTrainError):
+    """A run that has to go well, for there to be anything to compare, did not."""
+
+    exit_code = 70  # EX_SOFTWARE
+
+
 class DrillFailedError(ElasticTrainError):
     """A drill does not hold: the job would not have survived that fault as promised."""
 
@@ -171,6 +181,7 @@ BY_NAME: dict[str, type[ElasticTrainError]] = {
         StateDirError,
         BusyError,
         NotRunningError,
+        UnresponsiveError,
         ReplicaMismatchError,
         StateValueError,
         SnapshotError,
@@ -180,6 +191,7 @@ BY_NAME: dict[str, type[ElasticTrainError]] = {
         MemoryTierError,
         UnsafePathError,
         NoPermissionError,
+        DrillError,
         DrillFailedError,
         SnapshotMismatchError,
         HaltError,

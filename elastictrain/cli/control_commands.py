@@ -32,9 +32,9 @@ def stop(
 
     The next start goes on from there. A service that systemd runs stays stopped until it is started again.
     """
-    from elastictrain.cli.daemon import Daemon, UnresponsiveError, require_daemon
+    from elastictrain.cli.daemon import Daemon, require_daemon
     from elastictrain.cli.job_dirs import find_job_dir
-    from elastictrain.errors import NotRunningError
+    from elastictrain.errors import NotRunningError, UnresponsiveError
 
     where = find_job_dir(job, state_dir)
     deadline_s = time.monotonic() + timeout_s

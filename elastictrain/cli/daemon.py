@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastictrain.cli.job_dirs import JobDir
-from elastictrain.errors import BY_NAME, ElasticTrainError, NotRunningError
+from elastictrain.errors import BY_NAME, ElasticTrainError, NotRunningError, UnresponsiveError
 from elastictrain.supervisor.address import connect, find_address
 
 if TYPE_CHECKING:
@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 
 STATUS_TIMEOUT_S = 1.5
 """A supervisor that does not answer `status` for so long is passed over; the journal is read instead."""
-
-
-class UnresponsiveError(NotRunningError):
-    """A supervisor is there and does not answer, or may not be asked."""
 
 
 class Daemon:

@@ -219,7 +219,7 @@ def writing(places: Places) -> Iterator[Path]:
         UsageError: the folder that was named has something in it.
         StateDirError: it, or that of the report, cannot be written.
     """
-    from elastictrain.drill.trial import DrillError
+    from elastictrain.errors import DrillError
 
     try:
         if places.report is not None:

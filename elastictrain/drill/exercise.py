@@ -17,8 +17,8 @@ from elastictrain.core.window import EpochTail
 from elastictrain.drill import outside
 from elastictrain.drill.compare import FinalState, first_difference, read_final_state
 from elastictrain.drill.settings import DrillJob, refusal
-from elastictrain.drill.trial import DrillError, Trial
-from elastictrain.errors import ElasticTrainError, HaltError, UsageError
+from elastictrain.drill.trial import Trial
+from elastictrain.errors import DrillError, ElasticTrainError, HaltError, UsageError
 
 MIN_DEADLINE_S = 180.0
 REFERENCE_DEADLINE_S = 6 * 3600.0

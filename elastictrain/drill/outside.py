@@ -12,8 +12,8 @@ from elastictrain.armed import boot_clock_s
 from elastictrain.checkpoint.format import MODEL_FILE
 from elastictrain.core.events import Kind
 from elastictrain.core.faults import Outside
-from elastictrain.drill.trial import DrillError, Trial
-from elastictrain.errors import UsageError
+from elastictrain.drill.trial import Trial
+from elastictrain.errors import DrillError, UsageError
 from elastictrain.procs import read_stat, send_signal
 
 DAMAGE_BYTES = 64

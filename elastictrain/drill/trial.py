@@ -35,12 +35,6 @@ CLEAR_TIMEOUT_S = 20.0
 STDERR_LINES = 20
 
 
-class DrillError(ElasticTrainError):
-    """A run that has to go well, for there to be anything to compare, did not."""
-
-    exit_code = 70  # EX_SOFTWARE
-
-
 @dataclass(frozen=True, slots=True)
 class Said:
     """One event that the supervisor or a rank printed.
