@@ -368,7 +368,8 @@ class Supervisor:
         self._snapshot_wanted = True
         life.incarnation.board.ask_for_snapshot()
         try:
-            while self._said.durable_step < wanted:
+            # The ranks' records are looked at now and then: who asks what step we are at hears no less than this.
+            while self._said.durable_step < wanted or (life.reached_step or 0) < self._said.durable_step:
                 if time.monotonic() > deadline_s or self._life is not life:
                     raise StorageError(
                         f"no snapshot of step {wanted} or later was durable within {timeout_s:g} s",

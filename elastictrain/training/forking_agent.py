@@ -6,6 +6,7 @@ parent's than memory: the agent touches no CUDA and computes nothing.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import stat
@@ -72,7 +73,10 @@ def run_agent(run_dir: Path, ranks: EnvironmentSlot) -> int:
         ranks.write(os.environ["RANK"])
         show_as([sys.executable, "-m", "elastictrain.training.start"])
         _leave_agent()
-        return start.main()
+        code = start.main()
+        # A forked process ends without them (before Python 3.13); a task may have registered some.
+        atexit._run_exitfuncs()
+        return code
 
     agent = ForkingAgent(
         WorkerSpec(

@@ -230,7 +230,7 @@ def test_a_hang_at_exit_does_not_undo_a_complete_run(tmp_path: Path, undisturbed
 @pytest.mark.long
 def test_a_hang_before_the_first_step(tmp_path: Path, undisturbed: str) -> None:
     """Rank 1 stands still in model(); rank 0 waits for it in the setup of DistributedDataParallel."""
-    ran = run_faulty(tmp_path, [("model", "sleep", 1, 0)], supervisor={"startup_timeout_s": 30.0})
+    ran = run_faulty(tmp_path, [("model", "sleep", 1, 0)], supervisor={"startup_timeout_s": 15.0})
     check_recovered(ran, undisturbed, 1)
     assert "rank 1 hung: it stands still in init" in ran.causes[0]
 
@@ -248,7 +248,7 @@ def test_a_hang_before_the_first_heartbeat(tmp_path: Path, undisturbed: str, fas
         "    mark.touch()\n"
         "    time.sleep(10**6)\n"
     )
-    path = write_faulty(tmp_path, supervisor={"startup_timeout_s": 40.0}, elastic={"fast_restart": fast})
+    path = write_faulty(tmp_path, supervisor={"startup_timeout_s": 20.0}, elastic={"fast_restart": fast})
     code = (
         "import os, sys; os.environ['PYTHONPATH'] += os.pathsep + sys.argv.pop(1);"
         "from elastictrain.cli.main import main; main()"
@@ -300,7 +300,7 @@ def test_a_step_that_always_fails_halts_the_job(tmp_path: Path) -> None:
     assert len(ran.causes) == 3
     assert ran.kept("halted")
     steps = [json.loads(p.read_text())["global_step"] for p in (tmp_path / "state").glob("snapshots/**/manifest.json")]
-    assert max(steps) == 4
+    assert max(steps) == 5, "the ranks that survive keep the step before"
 
 
 @pytest.mark.parametrize(
