@@ -429,7 +429,7 @@ def test_commands(tmp_path: Path) -> None:
         json.dumps(asdict(view))
         await supervisor.drain()
         assert supervisor.state is State.DRAINED
-        assert not ours(state.path)
+        await until(lambda: not ours(state.path))
         drained_at = supervisor.view(time.monotonic()).global_step
         with pytest.raises(IllegalTransitionError):
             await supervisor.restart("nothing runs")
