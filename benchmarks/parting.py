@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 
 import torch
-from snapshot import RUN_ID, Run, StackTask, snapshotter_for
+from snapshot_run import RUN_ID, Run, StackTask, snapshotter_for
 from torch import nn
 
 from elastictrain.checkpoint.memory_tier import MemoryTier

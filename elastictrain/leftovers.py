@@ -21,8 +21,8 @@ LEAVE_S = 2.0
 """How long a rank may take to begin keeping its state, or to leave, once its agent is gone."""
 TICK_S = 2.0
 """A rank whose tick is older than this runs no Python code."""
-_BUSY = frozenset({Phase.SNAPSHOT, *IN_UPDATE})
-"""Phases in which a rank keeps its state, or will as soon as it can."""
+_BUSY = frozenset({Phase.SNAPSHOT, Phase.EVAL, *IN_UPDATE})
+"""Phases in which a rank keeps its state, or cannot be interrupted and will as soon as it can."""
 _WAITING = frozenset({Phase.BACKWARD, Phase.REDUCE})
 """Phases in which a rank may wait for another, in a collective that fails once that one is gone."""
 _PERSISTER_MODULE = "elastictrain.checkpoint.persister"

@@ -61,7 +61,7 @@ class LocalStore(Store):
         manifest = source.manifest
         faults.point("store.begin")
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            _make_folder(self.path)
             final = self.path / manifest.name
             damaged = (final / MANIFEST_FILE).exists()
             if damaged and self._holds(source.manifest, progress):
@@ -211,6 +211,14 @@ def _write(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _make_folder(path: Path) -> None:
+    """Makes a folder and those above it, durably."""
+    if not path.is_dir():
+        _make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        _fsync_folder(path.parent)
 
 
 def _fsync_folder(path: Path) -> None:

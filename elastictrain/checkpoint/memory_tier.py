@@ -239,11 +239,16 @@ class MemoryTier:
         return self._read_slots()[1]
 
     def discard(self, snapshot: MemorySnapshot) -> None:
-        """Takes back a snapshot that was found damaged: its slot is free again."""
+        """Takes back a snapshot that was found damaged: its slot is free again. One that somebody writes to, or that
+        holds another snapshot by now, is left alone."""
         folder = safefs.open_folder(snapshot.path.parent, (snapshot.path.name,), create=False)
         if folder is not None:
             with safefs.closing(folder), contextlib.suppress(FileNotFoundError):
-                os.unlink(MANIFEST_FILE, dir_fd=folder)
+                lock = safefs.open_file(folder, LOCK_FILE, snapshot.path, os.O_RDWR | os.O_CREAT)
+                with safefs.closing(lock):
+                    present = safefs.read_file(folder, MANIFEST_FILE, snapshot.path)
+                    if _try_lock(lock) and present == snapshot.manifest.encoded:
+                        os.unlink(MANIFEST_FILE, dir_fd=folder)
         if self.newest is not None and self.newest.path == snapshot.path:
             self.newest = None
 
@@ -383,5 +388,8 @@ def _remove_slot(root_fd: int, name: str, path: Path, deadline: float) -> bool:
             names = os.listdir(folder)  # noqa: PTH208 - through a descriptor
             for file in sorted(names, key=lambda file: file != MANIFEST_FILE):
                 os.unlink(file, dir_fd=folder)
-    os.rmdir(name, dir_fd=root_fd)
+    try:
+        os.rmdir(name, dir_fd=root_fd)
+    except OSError:  # somebody has just opened its lock
+        return False
     return True

@@ -136,6 +136,11 @@ class Persister:
             durable = self._status.durable_step
             return durable is not None and durable >= global_step
 
+    def has_failed(self, global_step: int) -> bool:
+        """Whether this snapshot will never be durable: its bytes in the memory tier are gone or damaged."""
+        with self._changed:
+            return self._failed_step == global_step
+
     def close(self, *, finish: bool, timeout_s: float | None = None) -> None:
         """Ends the persister.
 

@@ -153,6 +153,8 @@ def _describe(end: RankEnd) -> Cause:
         return Cause(CauseKind.HANG, f"{who} hung: {end.killed_as_hung}", rank=end.rank, step=end.step)
     if end.kind:
         return _describe_report(end, who)
+    if end.rank is None and end.what:
+        return Cause(CauseKind.AGENT, f"{who} was lost: {end.what}", step=end.step)
     code = end.exit_code
     if code is None:
         return Cause(CauseKind.AGENT, f"{who} ended, and nobody knows how", rank=end.rank, step=end.step)

@@ -192,7 +192,7 @@ async def clear_away(state_dir: Path, *, grace_s: float) -> None:
         state_dir: of the job.
         grace_s: how long a rank may take to keep its state.
     """
-    runs = sorted(path for path in (state_dir / RUNS_DIR).iterdir() if path.name.isdigit())
+    runs = sorted((p for p in (state_dir / RUNS_DIR).iterdir() if p.name.isdigit()), key=lambda path: int(path.name))
     if runs:
         farewell = Farewell(runs[-1], grace_s, time.monotonic())
         while not farewell.look(time.monotonic()):

@@ -100,7 +100,7 @@ class Launcher:
         env.setdefault("TRITON_CACHE_DIR", str(self._state_dir / COMPILE_CACHE_DIR / "triton"))
         command = [sys.executable, "-m", "elastictrain.training.launcher", str(its.fileno()), str(self._grace_s)]
         command += [str(run_dir), *(["--preload"] if self._fork else [])]
-        with its, (self._state_dir / LAUNCHER_LOG).open("wb") as log:
+        with its, (self._state_dir / LAUNCHER_LOG).open("ab") as log:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -155,7 +155,7 @@ class Launcher:
         code = self._process.wait() if self._process is not None else None
         self._forget()
         if self._agent is not None:
-            self._agent.ended(code if code else -9, f"its launcher has ended with {code}, see {LAUNCHER_LOG}")
+            self._agent.ended(-9, f"the launcher that it was forked from ended with {code}, see {LAUNCHER_LOG}")
 
     def kill(self) -> None:
         """Ends the launcher itself: it stands still where an agent should start."""

@@ -230,11 +230,16 @@ class Life:
 
     # ---- stopping
 
-    def ask_to_stop(self) -> None:
-        """Has the ranks finish their step, keep their state and end; asked again, not wait for storage."""
+    def ask_to_stop(self, *, hurry: bool = False) -> None:
+        """Has the ranks finish their step, keep their state and end.
+
+        Args:
+            hurry: not wait for storage.
+        """
         board = self.incarnation.board
-        if self._stop_asked_s is not None:
+        if hurry:
             board.ask_to_hurry()
+        if self._stop_asked_s is not None:
             return
         board.ask()
         self._stop_asked_s = time.monotonic()

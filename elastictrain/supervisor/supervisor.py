@@ -35,7 +35,9 @@ from elastictrain.supervisor.output import Event, Line
 from elastictrain.supervisor.remembered import Said
 from elastictrain.supervisor.settings import budget_of
 
-FORWARDED = frozenset({"restored", "progress", "snapshot_taken", "snapshot_durable", "evaluated"})
+FORWARDED = frozenset(
+    {"restored", "progress", "snapshot_taken", "snapshot_at_failure", "snapshot_durable", "evaluated"}
+)
 """Events of the ranks that are kept as they come."""
 SHOWN = {
     "incident_opened": "error",
@@ -149,9 +151,10 @@ class Supervisor:
         """One worker group, and what follows from its end."""
         try:
             incarnation = await asyncio.to_thread(self._prepare)
-        except ElasticTrainError as error:
+        except (ElasticTrainError, OSError) as problem:
+            error = problem if isinstance(problem, ElasticTrainError) else _unwritable(self._state_dir, problem)
             if self._number == 0:
-                raise
+                raise error from problem
             self._failed(_cannot_prepare(error), None)
             await self._pause()
             return
@@ -302,6 +305,7 @@ class Supervisor:
             step=rank_end.step,
             what=words.what,
             is_first_cause=rank_end.rank == cause.rank,
+            secondary=rank_end.rank != cause.rank,
             incarnation=self._number,
         )
 
@@ -348,13 +352,14 @@ class Supervisor:
     def _stop(self, reason: str) -> None:
         if self._state in lifecycle.FINAL:
             return
+        self._restart_reason = None
         already = self._state is State.STOPPING
         self._move(Trigger.STOP_ASKED, self._reason if already else reason)
         if self._state is State.STOPPED:
             self._error = None
             self.emit("stopped", reason=reason)
         if self._life is not None:
-            self._life.ask_to_stop()
+            self._life.ask_to_stop(hurry=already)
 
     async def stop(self, reason: str) -> None:
         self._stop(reason)
@@ -382,6 +387,7 @@ class Supervisor:
 
     async def drain(self) -> None:
         before = self._state
+        self._restart_reason = None
         self._move(Trigger.DRAIN_ASKED, "asked to drain")
         if self._life is not None and before is not State.DRAINING:
             self._life.ask_to_stop()
@@ -435,6 +441,11 @@ class Supervisor:
             world_size=self._said.world_size,
             ranks=ranks,
         )
+
+
+def _unwritable(state_dir: Path, error: OSError) -> StorageError:
+    """A disk that is full may be emptied: worth another try."""
+    return StorageError(f"{error.filename or state_dir} cannot be written: {error.strerror or error}")
 
 
 def _cannot_prepare(error: ElasticTrainError) -> Cause:

@@ -6,7 +6,10 @@ read its node's memory tier at a start. Every rank can write into it when it fai
 
 from __future__ import annotations
 
+import os
 import platform
+import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +29,7 @@ from elastictrain.checkpoint.store import Store, open_store
 from elastictrain.config.schema import JobConfig
 from elastictrain.core.identity import HYPERPARAMETERS
 from elastictrain.core.snapshot_interval import LastSnapshot, SnapshotSchedule
-from elastictrain.errors import SnapshotError, StorageError
+from elastictrain.errors import ElasticTrainError, SnapshotError, StorageError
 from elastictrain.logs import Logger
 from elastictrain.protocol import SNAPSHOTS_DIR, RunSpec
 from elastictrain.training.parting import Parted, Parting
@@ -64,7 +67,13 @@ def scratch_folder(state_dir: Path) -> Iterator[Path]:
     """A folder for downloads, gone at the end; what a killed process left goes with the next."""
     root = state_dir / "scratch"
     root.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root, ignore_cleanup_errors=True) as folder:
+    host = socket.gethostname()
+    for left in root.iterdir():
+        owner, _, pid = left.name.rpartition("@")[0].rpartition("-")
+        if owner == host and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+    prefix = f"{host}-{os.getpid()}@"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=root, ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
@@ -242,7 +251,11 @@ class Checkpointing:
         match report.kind:
             case "persisted":
                 self._log.info("snapshot_durable", at_step=report.global_step, **report.fields)
-            case "started" | "progress" | "tidied" | "superseded":
+            case "tidied":
+                self._log.info("snapshots_deleted", **report.fields)
+            case "superseded" if "error" in report.fields:
+                self._log.warning("persister_superseded", at_step=report.global_step, **report.fields)
+            case "started" | "progress" | "superseded":
                 pass
             case _:
                 self._log.warning(f"persister_{report.kind}", at_step=report.global_step, **report.fields)
@@ -274,6 +287,11 @@ class Checkpointing:
             self._end(clean=durable)
             return Kept(step if durable else None, durable)
         durable = self._wait_for_durable(self._persister, newest)
+        if not durable and self._persister.has_failed(step) and self._may_wait():
+            # Somebody has damaged it, or taken it away; the state itself is still here.
+            self._snapshotter.give_up_last()
+            newest = self._last_step_in_memory(self._snapshotter, self._persister, step) or newest
+            durable = self._wait_for_durable(self._persister, newest)
         self._end(clean=durable and newest.global_step == step)
         return Kept(newest.global_step, durable)
 
@@ -294,7 +312,7 @@ class Checkpointing:
     def _wait_for_durable(self, persister: Persister, newest: MemorySnapshot) -> bool:
         """Waits for the store as long as it may; says so if that was not long enough."""
         durable = persister.wait(newest.global_step, 0.0)
-        while not durable and self._may_wait():
+        while not durable and self._may_wait() and not persister.has_failed(newest.global_step):
             durable = persister.wait(newest.global_step, WAIT_SLICE_S)
             self._session.beat()
         if durable:
@@ -314,7 +332,10 @@ class Checkpointing:
         self.close()
         if clean:
             for tier in self._tiers:
-                tier.clean(timeout_s=CLEAN_TIMEOUT_S)
+                try:
+                    tier.clean(timeout_s=CLEAN_TIMEOUT_S)
+                except (OSError, ElasticTrainError) as error:  # all is durable: nothing that the run should fail for
+                    self._log.warning("memory_not_given_back", where=str(tier.root), error=str(error))
 
     def _may_wait(self) -> bool:
         if self._deadline_s is None and self._session.stop_asked:

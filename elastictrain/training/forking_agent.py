@@ -29,8 +29,8 @@ GLANCE_S = 0.1
 """Longest time until the agent sees that all ranks are done; it sees at once when one dies."""
 PAUSE_S = 0.001
 """torch's agent sleeps this long between two looks; the waiting is done in the look."""
-_HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""What torch's agent has handlers for, besides SIGINT."""
+_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""An agent ends with its ranks, or is killed."""
 
 
 class ForkingAgent(LocalElasticAgent):
@@ -92,6 +92,11 @@ def run_agent(run_dir: Path, ranks: EnvironmentSlot) -> int:
         start_method="fork",
     )
     agent.exits = {}
+    # Whoever stops a whole process group or control group tells the ranks too; an agent that passed it on would tell
+    # them twice, which means not to wait for storage.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    for signum in _IGNORED:
+        signal.signal(signum, signal.SIG_IGN)
     try:
         failed: bool = agent.run().is_failed()
     except SignalException:
@@ -105,7 +110,7 @@ def _leave_agent() -> None:
     """In a rank: gives up what it has of the agent's: session, signal handlers, connections."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for signum in _HANDLED:
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_DFL)
     for fd in _open_fds():
         if fd > 2 and stat.S_ISSOCK(os.fstat(fd).st_mode):

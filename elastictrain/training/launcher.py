@@ -142,7 +142,14 @@ class Launcher:
             return
         read_end, write_end = os.pipe()
         me = os.getpid()
-        if pid := os.fork():
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(read_end)
+            os.close(write_end)
+            print(f"nobody tries the ranks' modules: {error}")
+            return
+        if pid:
             os.close(write_end)
             self._probing = _Probing(pid, read_end, wanted)
             self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)

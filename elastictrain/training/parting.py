@@ -116,6 +116,9 @@ class Parting:
         deadline_s = time.monotonic() + self._patience_s
         with self._alone():
             newest = self._newest_kept()
+            for tier in self._tiers:
+                if newest is not None and tier.root == newest.path.parent:
+                    tier.newest = newest  # another rank may have written it: its slot is not to be touched
             if newest is not None and newest.global_step >= step:
                 return Parted(newest.global_step, newest.path, is_ours=False)
             captured = self._state.capture(self._shadow)
@@ -190,4 +193,7 @@ def _copy(files: Mapping[str, Mapping[str, Tensor]], writer: SlotWriter) -> None
                 pairs.append((target, source))
             else:
                 target.copy_(source)  # the next piece waits for it: there is no training beside to be spared
-    host_job(pairs, Stability({})).work()
+    job = host_job(pairs, Stability({}))
+    job.work()
+    if job.error is not None:
+        raise job.error

@@ -87,6 +87,7 @@ class Session:
         self.place = place
         self.seed = seed
         self.stop_reason: str | None = None
+        self._stop_requested = False
         self.generators = Generators(place.device)
         self._board = board if board is not None else StopBoard.from_environment()
         self._heartbeat = heartbeat if heartbeat is not None else my_heartbeat()
@@ -235,7 +236,12 @@ class Session:
         self._step = None
         self._pending = (applied if callable(applied) else lambda: applied, stop)
         if not callable(applied):
-            self.settle()
+            try:
+                self.settle()
+            except BaseException:
+                if not self._settling:
+                    self.enter(Phase.READY)
+                raise
         self.enter(Phase.READY)
 
     def settle(self) -> None:
@@ -247,6 +253,8 @@ class Session:
         outcome = applied()
         self._pending = None
         self._counters = self._counters.commit(applied=outcome, sample_position=stop)
+        # A skipped update changes nothing: a callback that halts the run for it leaves a state that can be kept.
+        self._settling = bool(outcome)
         for callback in self._on_settled:
             callback(outcome, self._counters)
         self._settling = False
@@ -296,10 +304,11 @@ class Session:
     def request_stop(self, reason: str) -> None:
         """Asks all ranks to stop after a step they agree on; asked again, not to wait for storage either. Safe in a
         signal handler."""
+        if self._stop_requested:
+            self._board.ask_to_hurry()
+        self._stop_requested = True
         if self.stop_reason is None:
             self.stop_reason = reason
-        else:
-            self._board.ask_to_hurry()
         self._board.ask()
 
     def take_snapshot_request(self) -> bool:

@@ -101,11 +101,20 @@ class CopyJob:
         self._left = len(pieces) + len(others)
         self._lock = threading.Lock()
         self.done = threading.Event()
+        self.error: Exception | None = None
+        """What went wrong: the copy is of no use."""
         if not self._left:
             self.done.set()
 
     def work(self) -> None:
-        """Copies until nothing is left to begin with."""
+        """Copies until nothing is left to begin with. A copy that fails ends the job, see `error`."""
+        try:
+            self._work()
+        except Exception as error:  # noqa: BLE001 - whatever torch raises costs this snapshot, not the training
+            self.error = error
+            self.done.set()
+
+    def _work(self) -> None:
         finished = 0
         while True:
             try:
@@ -264,6 +273,14 @@ class Snapshotter:
         if self._persister is not None:
             self._persister.submit(snapshot)
 
+    def give_up_last(self) -> None:
+        """The newest snapshot has turned out to be damaged: its slot may be used again."""
+        if self.last is not None:
+            for tier in self._tiers:
+                if tier.root == self.last.path.parent:
+                    tier.discard(self.last)
+        self.last = None
+
     def close(self) -> None:
         """Ends the thread; the snapshot in progress is completed."""
         self.wait_committed()
@@ -360,6 +377,8 @@ class Snapshotter:
             if copy is not None:
                 copy.work()
                 copy.done.wait()
+                if copy.error is not None:
+                    raise copy.error
             if self._stream is not None:
                 self._stream.synchronize()
             copied_s = perf_counter()
@@ -379,8 +398,8 @@ class Snapshotter:
                 versions=self._origin.versions,
                 trainer=captured.trainer,
             )
-        except (OSError, ElasticTrainError) as error:
-            self._log.warning("snapshot_failed", at_step=step, error=str(error))
+        except Exception as error:  # noqa: BLE001 - whatever torch raises costs this snapshot, not the training
+            self._log.warning("snapshot_failed", at_step=step, error=f"{type(error).__name__}: {error}")
             writer.abort()
             return
         # The thread's time is not all lost to training; where every core computes, it is.

@@ -116,12 +116,15 @@ class _Worker:
     def _leave(self, error: BaseException) -> int:
         """Says why, and keeps what can be kept; returns the exit code."""
         report = describe(error, self._rank, self._session.global_step if self._session is not None else 0)
-        # At once: if this process is killed while it keeps its state, the cause is known all the same.
-        report.write(self._run_dir)
+        # At once: if this process is killed while it keeps its state, the cause is known all the same. On a full disk
+        # it is known by the log alone.
+        with contextlib.suppress(OSError):
+            report.write(self._run_dir)
         _log_failure(self._log, report)
         kept_step = self._part()
         if kept_step is not None:
-            replace(report, kept_step=kept_step).write(self._run_dir)
+            with contextlib.suppress(OSError):
+                replace(report, kept_step=kept_step).write(self._run_dir)
         return report.exit_code
 
     def _part(self) -> int | None:
