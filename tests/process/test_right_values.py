@@ -280,6 +280,7 @@ def test_too_many_skips_in_a_row_halt_with_the_scale_history(
     first = run.errors[0]
     assert first.kind == "HaltError"
     assert "3 updates in a row were skipped, up to step 5" in first.what
+    assert max(error.kept_step or 0 for error in run.errors) == 5, "the state is kept"
     if precision == "fp16":
         assert "1024 → 512 → 256" in first.what
     else:
