@@ -6,7 +6,6 @@ parent's than memory: the agent touches no CUDA and computes nothing.
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import stat
@@ -74,8 +73,7 @@ def run_agent(run_dir: Path, ranks: EnvironmentSlot) -> int:
         show_as([sys.executable, "-m", "elastictrain.training.start"])
         _leave_agent()
         code = start.main()
-        # A forked process ends without them (before Python 3.13); a task may have registered some.
-        atexit._run_exitfuncs()
+        start.run_exit_handlers()  # a forked process ends without (before Python 3.13); a task may have registered some
         return code
 
     agent = ForkingAgent(

@@ -6,11 +6,13 @@ asked for, and what it prints arrives.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import TextIO
 
@@ -31,6 +33,14 @@ def main() -> int:
     from elastictrain.training import worker  # imports torch
 
     return worker.main()
+
+
+def run_exit_handlers() -> None:
+    """What the interpreter does at its end: waits for threads that are not daemons, runs what was registered."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
 
 
 def _print_into(pipe: Path) -> None:
@@ -89,4 +99,11 @@ def be_watched(run_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    run_exit_handlers()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    # Not sys.exit: threads of torch's that still run when the interpreter is torn down have aborted ranks that were
+    # done ("terminate called without an active exception").
+    os._exit(exit_code)

@@ -134,7 +134,9 @@ def _command(args: Sequence[str | Path]) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("COV_", "PYTEST_"))}
+    # torch sets the caches' folders when it is imported, as it is in this process.
+    dropped = ("COV_", "PYTEST_", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    env = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
     path = os.pathsep.join([str(ROOT), *env.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)
     return {**env, "PYTHONPATH": path, "COLUMNS": "200"}
 

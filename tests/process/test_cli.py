@@ -378,7 +378,7 @@ def test_a_killed_rank_is_replaced(endless: tuple[Path, Path]) -> None:
         reader = Reader(process.stdout)
         wait_until(lambda: all((job / f"rank-{rank}").exists() for rank in range(2)))
         ranks = [p for p in descendants(process.pid) if p.environ().get("RANK") == "1" and is_rank(p)]
-        family = descendants(process.pid)
+        family = [p for p in descendants(process.pid) if "elastictrain.training.launcher" not in p.cmdline()]
         ranks[0].kill()
         wait_until(lambda: all_gone(family))
         wait_until(lambda: sum(line.count('"training_started"') for line in list(reader.lines)) == 4)
