@@ -206,9 +206,9 @@ class Loop:
         if world_size > 1:
             self._replica.broadcast_buffers()
             self._timer.mark()
-        session.enter(Phase.OPTIMIZER)
         self._before_change()
-        session.settle()
+        session.settle()  # it may halt the run: the state is that of a commit until the next line
+        session.enter(Phase.OPTIMIZER)
         lr = self._trainee.optimizer.param_groups[0]["lr"]
         scale = self._precision.scale()
         result = self._trainee.updater.apply()
