@@ -122,7 +122,13 @@ class ScriptJob:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 # The cure for torch 2.13's broken restart, without which there is nothing to compare with.
-                env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"},
+                # torch's launcher leaves a folder of logs for each run among the temporary files.
+                env={
+                    **os.environ,
+                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+                    "OMP_NUM_THREADS": "1",
+                    "TMPDIR": str(folder),
+                },
                 cwd=folder,
             )
 

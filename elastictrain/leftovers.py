@@ -19,6 +19,8 @@ from elastictrain.protocol import ENV_RUN_DIR
 
 LEAVE_S = 2.0
 """How long a rank may take to begin keeping its state, or to leave, once its agent is gone."""
+LOOK_S = 0.02
+"""How often to look whether the last ranks have left."""
 TICK_S = 2.0
 """A rank whose tick is older than this runs no Python code."""
 _BUSY = frozenset({Phase.SNAPSHOT, Phase.EVAL, *IN_UPDATE})

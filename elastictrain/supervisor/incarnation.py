@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from elastictrain.core.policy import RankEnd
-from elastictrain.leftovers import Farewell, sweep
+from elastictrain.leftovers import LOOK_S, Farewell, sweep
 from elastictrain.procs import all_pids, environment_of, oom_kills, read_stat
 from elastictrain.protocol import (
     BOARD_FILE,
@@ -26,9 +26,6 @@ from elastictrain.protocol import (
     read_error_reports,
 )
 from elastictrain.supervisor.launcher import AgentProcess, Launcher
-
-LOOK_S = 0.02
-"""How often to look whether the last ranks have left."""
 
 
 class Incarnation:
@@ -184,6 +181,18 @@ class Incarnation:
         self.board.close()
 
 
+async def see_off(run_dir: Path, grace_s: float) -> None:
+    """Waits until the ranks of an incarnation that has lost its agent have kept their state and gone.
+
+    Args:
+        run_dir: its folder.
+        grace_s: how long a rank may take to keep its state.
+    """
+    farewell = Farewell(run_dir, grace_s, time.monotonic())
+    while not farewell.look(time.monotonic()):
+        await asyncio.sleep(LOOK_S)
+
+
 async def clear_away(state_dir: Path, *, grace_s: float) -> None:
     """Sees to what a supervisor that was killed has left: ranks that keep their state, processes that take no notice,
     pipes that nobody reads.
@@ -194,9 +203,7 @@ async def clear_away(state_dir: Path, *, grace_s: float) -> None:
     """
     runs = sorted((p for p in (state_dir / RUNS_DIR).iterdir() if p.name.isdigit()), key=lambda path: int(path.name))
     if runs:
-        farewell = Farewell(runs[-1], grace_s, time.monotonic())
-        while not farewell.look(time.monotonic()):
-            await asyncio.sleep(LOOK_S)
+        await see_off(runs[-1], grace_s)
     sweep(state_dir)
     for pipe in (state_dir / RUNS_DIR).glob("*/output-*"):
         if pipe.is_fifo():

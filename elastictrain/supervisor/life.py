@@ -30,7 +30,6 @@ from elastictrain.core.liveness import (
 from elastictrain.core.phases import Phase
 from elastictrain.core.policy import RankEnd
 from elastictrain.heartbeat import Heartbeat
-from elastictrain.leftovers import Farewell
 from elastictrain.procs import reap_orphans, send_signal
 from elastictrain.supervisor.evidence import (
     Evidence,
@@ -40,14 +39,12 @@ from elastictrain.supervisor.evidence import (
     take_loader_stacks,
     take_stacks,
 )
-from elastictrain.supervisor.incarnation import Incarnation
+from elastictrain.supervisor.incarnation import Incarnation, see_off
 from elastictrain.supervisor.launcher import Launcher
 from elastictrain.supervisor.output import Line, RankOutput
 from elastictrain.supervisor.settings import STOP_GRACE_S, limits_of, stop_timeout_s
 from elastictrain.supervisor.watch import Watch, has_left_early, process_state
 
-FAREWELL_S = 0.02
-"""How often to look at ranks that are about to leave."""
 POLL_S = 0.2
 """A hang is found this much after its limit, at most."""
 READ_COST_S = 0.002
@@ -195,11 +192,8 @@ class Life:
 
     async def _let_leave(self) -> None:
         """Where the agent was lost, its ranks keep their state and go; nobody stays."""
-        if not self.incarnation.lost_agent or self._group_killed:
-            return
-        farewell = Farewell(self.incarnation.run_dir, self._config.supervisor.teardown_timeout_s, time.monotonic())
-        while not farewell.look(time.monotonic()):
-            await asyncio.sleep(FAREWELL_S)
+        if self.incarnation.lost_agent and not self._group_killed:
+            await see_off(self.incarnation.run_dir, self._config.supervisor.teardown_timeout_s)
 
     def _end(self) -> LifeEnd:
         self._kill_group()

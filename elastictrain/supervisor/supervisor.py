@@ -304,7 +304,6 @@ class Supervisor:
             exit_code=rank_end.exit_code,
             step=rank_end.step,
             what=words.what,
-            is_first_cause=rank_end.rank == cause.rank,
             secondary=rank_end.rank != cause.rank,
             incarnation=self._number,
         )

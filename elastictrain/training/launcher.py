@@ -25,7 +25,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastictrain.leftovers import Farewell
+from elastictrain.leftovers import LOOK_S, Farewell
 from elastictrain.procs import EnvironmentSlot, die_with_parent, forget_parent, show_as
 from elastictrain.protocol import (
     ENV_RUN_DIR,
@@ -48,8 +48,6 @@ PRELOADED = (
 )
 NOTED_LOOK_S = 0.5
 """How often to look whether a rank has noted what it imports."""
-LOOK_S = 0.02
-"""How often to look whether the last ranks have left."""
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Whoever stops the job sends these to everybody; the end of the launcher is that of the supervisor."""
 
