@@ -217,7 +217,8 @@ def _make_folder(path: Path) -> None:
     """Makes a folder and those above it, durably."""
     if not path.is_dir():
         _make_folder(path.parent)
-        path.mkdir(exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # another made it meanwhile; if it is a file, the next call says so
+            path.mkdir()
         _fsync_folder(path.parent)
 
 

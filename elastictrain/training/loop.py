@@ -123,6 +123,7 @@ class Loop:
     def _snapshot(self) -> None:
         assert self._snapshotter is not None
         self._session.enter(Phase.SNAPSHOT)
+        self._reporter.settle()
         self._snapshotter.take()
         self._session.enter(Phase.READY)
 

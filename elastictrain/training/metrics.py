@@ -19,6 +19,9 @@ from elastictrain.logs import Logger, finite
 
 Record = Mapping[str, Any]
 
+_SETTLE_S = 0.1
+"""How long a snapshot waits at most for the lines of its steps."""
+
 
 def json_line(record: Record) -> str:
     """One line of metrics.jsonl, with its line feed."""
@@ -50,12 +53,24 @@ class MetricsWriter:
         self._log = log
         self._after_first: Callable[[], None] | None = after_first
         self._queue: queue.SimpleQueue[list[Record] | None] = queue.SimpleQueue()
+        self._num_waiting = 0
+        self._fell_behind = False
+        self._progress = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="metrics-writer", daemon=True)
         self._thread.start()
 
     def write(self, records: list[Record]) -> None:
         """Queues records; returns at once."""
+        with self._progress:
+            self._num_waiting += 1
         self._queue.put(records)
+
+    def settle(self) -> None:
+        """Waits for what is queued to be written; not for long, and not again while a disk that was too slow once has
+        not caught up."""
+        with self._progress:
+            limit_s = 0 if self._fell_behind else _SETTLE_S
+            self._fell_behind = not self._progress.wait_for(lambda: not self._num_waiting, limit_s)
 
     def close(self) -> None:
         """Writes what is queued and closes the files."""
@@ -65,8 +80,6 @@ class MetricsWriter:
     def _run(self) -> None:
         board: Any = None
         failed = False
-        if self._tensorboard_dir is not None:
-            board = self._open_tensorboard(self._tensorboard_dir)
         while (records := self._queue.get()) is not None:
             try:
                 with self._path.open("a", encoding="utf-8") as file:
@@ -76,6 +89,11 @@ class MetricsWriter:
                 if not failed:
                     self._log.warning("metrics_not_written", path=str(self._path), error=str(error))
                 failed = True
+            with self._progress:
+                self._num_waiting -= 1
+                self._progress.notify_all()
+            if self._tensorboard_dir is not None:  # not sooner: this takes its time, and the first lines are waited for
+                board, self._tensorboard_dir = self._open_tensorboard(self._tensorboard_dir), None
             if board is not None:
                 try:
                     for record in records:

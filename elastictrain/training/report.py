@@ -222,6 +222,12 @@ class Reporter:
         self._writer.write([*lines, {"kind": "report", "incarnation": self._incarnation, **report}])
         self._log.info("progress", **report)
 
+    def settle(self) -> None:
+        """What was reported is in the file, where the disk keeps up: a snapshot that comes next takes its step past
+        being done again, and a process that is killed then would take the lines with it."""
+        if self._writer is not None:
+            self._writer.settle()
+
     def report_alone(self, writer: MetricsWriter, last_step: int, marks: Path) -> None:
         """Writes the lines of the steps since the last report, without the other ranks: some are gone. Then a loss is
         that of this rank's part of the window alone, and the line says so.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
+from elastictrain.checkpoint.memory_tier import MemoryTier
 from tests.process.tasks import Samples, make_model, rank, record
 
 
@@ -161,6 +164,8 @@ class Resumable:
             "turning" gives its tensors in another order each time.
         stop_after, kill_after: updates in this start, after which the rank gets SIGTERM or SIGKILL.
         on_ranks: which ranks stop or kill themselves.
+        job_folder: the test's folder of this job; a rank that kills itself waits until a snapshot of this start is
+            complete in the memory tier there, so that each start comes a step further.
     """
 
     def __init__(
@@ -179,7 +184,9 @@ class Resumable:
         kill_after: int = 0,
         on_ranks: tuple[int, ...] = (0,),
         fingerprint: str = "",
+        job_folder: str = "",
     ) -> None:
+        self.job_folder, self.began_with = job_folder, 0
         self.length, self.kind, self.hidden, self.eval_length = length, model, hidden, eval_length
         self.optimizer_name, self.implementation, self.scheduler_name = optimizer, implementation, scheduler
         self.infinite = torch.tensor(list(infinite), dtype=torch.int64)
@@ -273,12 +280,21 @@ class Resumable:
         self.updates += 1
         if rank() not in self.on_ranks:
             return
+        if self.job_folder and self.updates == 1:
+            self.began_with = self._newest_step()
         if self.updates == self.kill_after:
+            while self.job_folder and self._newest_step() == self.began_with:
+                time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGKILL)
         if self.updates == self.stop_after:
             for _number in range(self.stops):
                 os.kill(os.getpid(), signal.SIGTERM)
         assert threading.current_thread() is threading.main_thread()
+
+    def _newest_step(self) -> int:
+        folder = Path(self.job_folder)
+        tier = MemoryTier.for_job(folder / "shm", job="job", state_dir=folder / "state")
+        return max((snapshot.global_step for snapshot in tier.snapshots()), default=0)
 
 
 class Configured:
