@@ -34,7 +34,8 @@ from elastictrain.checkpoint.store import Store, open_store
 from elastictrain.core.retention import Condition, Kept, superfluous
 from elastictrain.errors import BusyError, ElasticTrainError, SnapshotError, StorageError
 
-PROGRESS_INTERVAL_S = 1.0
+PROGRESS_INTERVAL_S = 5.0
+"""Between two words about a snapshot that takes long to be written."""
 
 
 @dataclass(frozen=True, slots=True)

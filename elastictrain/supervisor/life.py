@@ -46,7 +46,9 @@ from elastictrain.supervisor.settings import STOP_GRACE_S, limits_of, stop_timeo
 from elastictrain.supervisor.watch import Watch, has_left_early, process_state
 
 POLL_S = 0.2
-"""A hang is found this much after its limit, at most."""
+"""Between two looks at the ranks."""
+DUE_MARGIN_S = 0.002
+"""How much after the end of a rank's limit it is looked at."""
 READ_COST_S = 0.002
 """With many ranks, records are read whole at most once in this much time per rank: 512 ranks, once a second. In
 between, a glance at when they moved is enough."""
@@ -130,6 +132,7 @@ class Life:
         self._outputs = [RankOutput(incarnation.run_dir, i, on_line) for i in range(incarnation.num_ranks)]
         self._woken = asyncio.Event()
         self._read_at_s = float("-inf")
+        self._due_s = float("inf")
         self._look_again_s = float("-inf")
         self._leave_checked_s = float("-inf")
         self._failing_since_s: float | None = None
@@ -169,7 +172,7 @@ class Life:
         try:
             while not self.incarnation.has_ended:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._woken.wait(), POLL_S)
+                    await asyncio.wait_for(self._woken.wait(), self._pause_s(time.monotonic()))
                 self._woken.clear()
                 if not is_told and self.incarnation.agent_pid is not None:
                     is_told = True
@@ -261,6 +264,11 @@ class Life:
 
     # ---- watching
 
+    def _pause_s(self, now_s: float) -> float:
+        """Until the next look: one that finds a rank over its limit comes just when it is."""
+        until_due_s = self._due_s - now_s + DUE_MARGIN_S
+        return until_due_s if 0 < until_due_s < POLL_S else POLL_S
+
     async def _look(self, now_s: float) -> None:
         self._enforce_stop(now_s)
         if now_s - self._read_at_s < READ_COST_S * self.incarnation.num_ranks:
@@ -271,6 +279,9 @@ class Life:
         self.heartbeats = self._watch.heartbeats()
         seen = [rank for rank in self._watch.seen(self.heartbeats) if rank.rank not in self._left]
         self._times.observe(seen)
+        self._due_s = min(
+            (rank.moved_s + limit_s(rank, self._limits, self._times.longest_s) for rank in seen), default=float("inf")
+        )
         self._on_look(self)
         if self._failing_since_s is None and self._somebody_left(seen, now_s):
             self._failing_since_s = now_s

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def main(run_dir: Path) -> int:
     from elastictrain.training import local_rendezvous
 
     local_rendezvous.register()
+    leave_signals_to_ranks()
     log_to_file(run_dir)
     config = LaunchConfig(
         min_nodes=1,
@@ -48,6 +50,8 @@ def main(run_dir: Path) -> int:
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=str(run_dir / LOG_DIR)),
     )
+    if hasattr(config, "signals_to_handle"):  # newer torch; it puts this into the environment
+        config.signals_to_handle = os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"]
     try:
         elastic_launch(config, sys.executable)("-m", "elastictrain.training.start")
     except ChildFailedError as error:
@@ -68,6 +72,17 @@ def prepare(run_dir: Path) -> RunSpec:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(run_dir / "nccl-record-"))
     return spec
+
+
+def leave_signals_to_ranks() -> None:
+    """An agent ends with its ranks, or is killed.
+
+    Whoever stops a whole process group or control group tells the ranks too; an agent that passed it on would tell
+    them twice, which means not to wait for storage.
+    """
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def run_id_of(spec: RunSpec) -> str:

@@ -255,7 +255,9 @@ class Checkpointing:
                 self._log.info("snapshots_deleted", **report.fields)
             case "superseded" if "error" in report.fields:
                 self._log.warning("persister_superseded", at_step=report.global_step, **report.fields)
-            case "started" | "progress" | "superseded":
+            case "progress":  # of one that takes long: the persister says so once in a while
+                self._log.info("snapshot_on_its_way", at_step=report.global_step, **report.fields)
+            case "started" | "superseded":
                 pass
             case _:
                 self._log.warning(f"persister_{report.kind}", at_step=report.global_step, **report.fields)

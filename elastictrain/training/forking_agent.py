@@ -7,7 +7,6 @@ parent's than memory: the agent touches no CUDA and computes nothing.
 from __future__ import annotations
 
 import os
-import signal
 import stat
 import sys
 from multiprocessing.connection import wait
@@ -21,15 +20,20 @@ from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from elastictrain.procs import EnvironmentSlot, show_as
 from elastictrain.protocol import LOG_DIR
 from elastictrain.training import start
-from elastictrain.training.agent import log_to_file, prepare, run_id_of, store_timeout_s, write_exits
+from elastictrain.training.agent import (
+    leave_signals_to_ranks,
+    log_to_file,
+    prepare,
+    run_id_of,
+    store_timeout_s,
+    write_exits,
+)
 from elastictrain.training.local_rendezvous import ADDRESS, LocalRendezvous
 
 GLANCE_S = 0.1
 """Longest time until the agent sees that all ranks are done; it sees at once when one dies."""
 PAUSE_S = 0.001
 """torch's agent sleeps this long between two looks; the waiting is done in the look."""
-_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""An agent ends with its ranks, or is killed."""
 
 
 class ForkingAgent(LocalElasticAgent):
@@ -90,11 +94,7 @@ def run_agent(run_dir: Path, ranks: EnvironmentSlot) -> int:
         start_method="fork",
     )
     agent.exits = {}
-    # Whoever stops a whole process group or control group tells the ranks too; an agent that passed it on would tell
-    # them twice, which means not to wait for storage.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-    for signum in _IGNORED:
-        signal.signal(signum, signal.SIG_IGN)
+    leave_signals_to_ranks()
     try:
         failed: bool = agent.run().is_failed()
     except SignalException:
@@ -105,11 +105,8 @@ def run_agent(run_dir: Path, ranks: EnvironmentSlot) -> int:
 
 
 def _leave_agent() -> None:
-    """In a rank: gives up what it has of the agent's: session, signal handlers, connections."""
+    """In a rank: gives up what it has of the agent's: session, connections."""
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(signum, signal.SIG_DFL)
     for fd in _open_fds():
         if fd > 2 and stat.S_ISSOCK(os.fstat(fd).st_mode):
             os.close(fd)  # the rendezvous store's: an agent that is gone must look gone

@@ -26,6 +26,7 @@ _stacks: list[TextIO] = []
 
 def main() -> int:
     """Runs one rank; returns its exit code."""
+    _listen_to_signals()
     die_with_parent(os.getppid())
     run_dir = Path(os.environ[ENV_RUN_DIR])
     _print_into(output_pipe(run_dir, int(os.environ.get("LOCAL_RANK", "0"))))
@@ -33,6 +34,13 @@ def main() -> int:
     from elastictrain.training import worker  # imports torch
 
     return worker.main()
+
+
+def _listen_to_signals() -> None:
+    """The agent ignores these, and what is ignored is inherited."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(signum, signal.SIG_DFL)
 
 
 def run_exit_handlers() -> None:

@@ -177,9 +177,11 @@ def test_a_difference_is_found_and_named(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.longest
 @pytest.mark.timeout(1200)
 def test_a_soak(tmp_path):
-    options = ("--for", "15s", "--mtbf", "3s", "--seed", "3")
+    """Three minutes: every failure loses a second or so, and never a step or a bit."""
+    options = ("--for", "180s", "--mtbf", "15s", "--seed", "3")
     drilled = drill(tmp_path, "soak", "kill-rank", "kill-rank-zero", "kill-agent", "raise-in-loss", options=options)
     row, document = drilled.rows["soak"], drilled.document
     assert_exact(row)

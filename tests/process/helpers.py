@@ -70,8 +70,10 @@ def write_job(
     train: Mapping[str, Any] | None = None,
     **sections: Mapping[str, Any],
 ) -> Path:
-    """Writes a job.toml; what is not given is small: two steps of two samples, no TensorBoard, on the CPU."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes a job.toml; what is not given is small: two steps of two samples, no TensorBoard, on the CPU. Its memory
+    tier is in the test's own folder: what a killed job leaves there goes with it."""
+    memory_path = folder.absolute() / "shm"
+    memory_path.mkdir(parents=True, exist_ok=True)
     lengths = {} if train and "max_epochs" in train else {"max_steps": 2}
     batch = {} if train and "accumulation_steps" in train else {"global_batch_size": 2}
     job = {
@@ -83,6 +85,7 @@ def write_job(
     }
     job["elastic"] = {"device": "cpu", "threads_per_rank": 1, **job.get("elastic", {})}
     job["metrics"] = {"tensorboard": False, **job.get("metrics", {})}
+    job["checkpoint"] = {"memory_path": str(memory_path), **job.get("checkpoint", {})}
     path = folder / "job.toml"
     path.write_text(tomli_w.dumps(job))
     return path

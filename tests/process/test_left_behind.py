@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from elastictrain.cli.state_dir import StateDir
 from elastictrain.config import load_job
 from elastictrain.core.phases import Phase
 from elastictrain.heartbeat import Heartbeat, heartbeat_path, read_heartbeat
-from elastictrain.protocol import read_error_reports
+from elastictrain.protocol import OUTCOME_FILE, read_error_reports
 from tests.process.helpers import ROOT, all_gone, descendants, wait_until, write_job
 from tests.process.resume_helpers import assert_same_future, go, memory_of
 
@@ -169,6 +170,19 @@ def test_sigterm_by_a_user_finishes_the_step(tmp_path: Path) -> None:
         assert group.agent.wait(60) == 0
         assert read_error_reports(group.run_dir) == []
         assert group.furthest >= 2
+
+
+def test_sigterm_to_everybody_is_sigterm_once(tmp_path: Path) -> None:
+    """Who stops a whole control group tells agent and ranks: an agent that passed it on would be a second word, which
+    means not to wait for storage."""
+    with started(tmp_path, SLOW) as group:
+        wait_until(lambda: group.is_in_step(2))
+        for pid in [group.agent.pid, *(process.pid for process in group.ranks)]:
+            os.kill(pid, signal.SIGTERM)
+        assert group.agent.wait(60) == 0
+        assert read_error_reports(group.run_dir) == []
+        outcome = json.loads((group.run_dir / OUTCOME_FILE).read_text())
+        assert outcome["reason"] == f"preempted (SIGTERM), snapshot of step {group.furthest} durable"
 
 
 @pytest.mark.soak

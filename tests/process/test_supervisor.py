@@ -190,9 +190,14 @@ def test_all_ranks_blocked(tmp_path: Path, undisturbed: str) -> None:
 
 @pytest.mark.long
 def test_collectives_that_do_not_match(tmp_path: Path, undisturbed: str) -> None:
-    """gloo fails in some of these, and hangs in others; either way the job goes on."""
+    """A barrier here, a sum there: no rank can be told from the other, so both are named, and why."""
     ran = run_faulty(tmp_path, [("loss", "barrier", 0, 4), ("loss", "reduce", 1, 4)])
     check_recovered(ran, undisturbed, 1)
+    (incident,) = ran.kept("incident_opened")
+    assert incident["ranks"] == [0, 1]
+    assert "at the same place: their collectives do not match" in incident["why"]
+    assert "strike" in ran.stacks(1, 0)
+    assert "strike" in ran.stacks(1, 1), "the stacks show where each has gone wrong"
 
 
 # ---- at the edges of a life
