@@ -17,7 +17,7 @@ from elastictrain.heartbeat import Heartbeat, heartbeat_paths, read_heartbeat
 from elastictrain.procs import all_pids, command_of, environment_of, read_stat, send_signal
 from elastictrain.protocol import ENV_RUN_DIR
 
-LEAVE_S = 2.0
+LEAVE_S = 1.5
 """How long a rank may take to begin keeping its state, or to leave, once its agent is gone."""
 LOOK_S = 0.02
 """How often to look whether the last ranks have left."""

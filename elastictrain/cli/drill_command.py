@@ -150,7 +150,16 @@ def _soak(
         names = ", ".join(fault.name for fault in soakable())
         raise UsageError(f"a soak cannot have {', '.join(unfit)}", f"It can have: {names}.")
     with writing(places) as folder, ending_all():
-        soaked = Soak(job, folder, for_s=for_s, mtbf_s=mtbf_s, seed=seed, faults=faults or soakable(), tell=_tell).run()
+        soaked = Soak(
+            job,
+            folder,
+            for_s=for_s,
+            mtbf_s=mtbf_s,
+            seed=seed,
+            faults=faults or soakable(),
+            tell=_tell,
+            keep=places.keep,
+        ).run()
         facts = {**about(job), "seed": seed, "for_s": for_s, "mtbf_s": mtbf_s, **soaked.about}
         saved = _save([soaked.row], facts, places, folder)
     _conclude([soaked.row], facts, saved, skips_refused=False, as_json=as_json)

@@ -55,6 +55,7 @@ class Soak:
         seed: of the faults.
         faults: to draw from.
         tell: gets a line about what is being done.
+        keep: leave the folders of both runs, also where all holds.
     """
 
     def __init__(
@@ -67,9 +68,11 @@ class Soak:
         seed: int,
         faults: Sequence[Fault],
         tell: Callable[[str], None],
+        keep: bool,
     ) -> None:
         self.job = job
         self._scratch = scratch
+        self._keep = keep
         self._for_s = for_s
         self._mtbf_s = mtbf_s
         self._seed = seed
@@ -85,7 +88,7 @@ class Soak:
             DrillError: the job does not even run undisturbed.
         """
         self._plan()
-        exercise = Exercise(self.job, self._scratch, tell=self._tell)
+        exercise = Exercise(self.job, self._scratch, tell=self._tell, keep=self._keep)
         reference = exercise.reference
         armed = [self._armed(number, strike) for number, strike in enumerate(self._strikes, start=1)]
         self._tell(f"soak: {self.job.steps} steps, {len(armed)} faults")
@@ -103,7 +106,7 @@ class Soak:
             soaked = self._judge(exercise, trial, armed, code, reference)
         finally:
             trial.close()
-        if soaked.row.verdict == "holds":
+        if soaked.row.verdict == "holds" and not self._keep:
             trial.remove()
         return soaked
 

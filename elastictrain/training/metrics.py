@@ -19,7 +19,7 @@ from elastictrain.logs import Logger, finite
 
 Record = Mapping[str, Any]
 
-_SETTLE_S = 0.1
+_SETTLE_S = 1.0
 """How long a snapshot waits at most for the lines of its steps."""
 
 
@@ -53,8 +53,9 @@ class MetricsWriter:
         self._log = log
         self._after_first: Callable[[], None] | None = after_first
         self._queue: queue.SimpleQueue[list[Record] | None] = queue.SimpleQueue()
-        self._num_waiting = 0
-        self._fell_behind = False
+        self._num_queued = 0
+        self._num_written = 0
+        self._stuck_at = -1
         self._progress = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="metrics-writer", daemon=True)
         self._thread.start()
@@ -62,15 +63,17 @@ class MetricsWriter:
     def write(self, records: list[Record]) -> None:
         """Queues records; returns at once."""
         with self._progress:
-            self._num_waiting += 1
+            self._num_queued += 1
         self._queue.put(records)
 
     def settle(self) -> None:
-        """Waits for what is queued to be written; not for long, and not again while a disk that was too slow once has
-        not caught up."""
+        """Waits for what is queued to be written; not for long, and not again while a disk that was too slow has not
+        moved since."""
         with self._progress:
-            limit_s = 0 if self._fell_behind else _SETTLE_S
-            self._fell_behind = not self._progress.wait_for(lambda: not self._num_waiting, limit_s)
+            if self._num_written != self._stuck_at and not self._progress.wait_for(
+                lambda: self._num_written == self._num_queued, _SETTLE_S
+            ):
+                self._stuck_at = self._num_written
 
     def close(self) -> None:
         """Writes what is queued and closes the files."""
@@ -90,7 +93,7 @@ class MetricsWriter:
                     self._log.warning("metrics_not_written", path=str(self._path), error=str(error))
                 failed = True
             with self._progress:
-                self._num_waiting -= 1
+                self._num_written += 1
                 self._progress.notify_all()
             if self._tensorboard_dir is not None:  # not sooner: this takes its time, and the first lines are waited for
                 board, self._tensorboard_dir = self._open_tensorboard(self._tensorboard_dir), None

@@ -75,7 +75,6 @@ def test_a_scratch_folder_with_something_in_it_is_refused(tmp_path):
 
 def test_a_job_that_does_not_run_undisturbed_is_named(tmp_path):
     write_task(tmp_path, "class MyTask: pass")
-    (tmp_path / "shm").mkdir()
     finished = run_cli("drill", "all", tmp_path, "--scratch", tmp_path / "scratch", cwd=tmp_path)
     assert finished.code == 70
     assert "does not even run undisturbed" in finished.stderr

@@ -129,11 +129,12 @@ def test_every_step_has_its_line(tmp_path: Path) -> None:
 
 def test_all_ranks_at_once(tmp_path: Path) -> None:
     """Nobody is left to keep anything: the last regular snapshot counts."""
-    run = grieve(tmp_path, "loss", "kill", [0, 1], 6, checkpoint={"every_steps": 2})
+    run = grieve(tmp_path, "loss", "kill", [0, 1], 7, checkpoint={"every_steps": 2})
     assert run.codes == [KILLED, KILLED]
     assert run.errors == []
-    assert newest_in_memory(tmp_path) == 4
-    assert began_at(live(tmp_path, train_section={"max_steps": 7})) == 4
+    newest = newest_in_memory(tmp_path)
+    assert newest in (4, 6), "that of step 4 is complete before the next begins; whether the next one was is chance"
+    assert began_at(live(tmp_path, train_section={"max_steps": 7})) == newest
 
 
 def test_it_becomes_durable(tmp_path: Path) -> None:

@@ -235,12 +235,12 @@ def test_damage_in_the_durable_tier(
 def test_damage_in_the_memory_tier(
     tmp_path: Path, undisturbed: tuple[Trained, Path], damage: Any, file: str, both: bool
 ) -> None:
-    """The newest in memory is damaged: the one before it is used; if both are, the older durable one."""
+    """The newest in memory is damaged: the one before it is used; if all are, the older durable one."""
     run = go(tmp_path, environment=FIFTH, expect_success=False)
     assert run.codes == [KILLED]
     tier = memory_of(tmp_path)
     found = tier.snapshots()
-    assert len(found) == 2
+    assert len(found) in (2, 3), "a third slot is made where the persister still reads one of two"
     (tmp_path / "state" / "snapshots").mkdir(exist_ok=True)
     wait_for_persister(tmp_path)
     for stored in store_of(tmp_path).snapshots()[:-1]:
