@@ -34,6 +34,7 @@ from elastictrain.rendezvous.settings import parse_settings
 
 STORE_TIMEOUT_S = 60.0
 """Within which the first node of a round has to say where its store is, and that store has to answer."""
+WARN_EVERY_S = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class EtcdRendezvousHandler(DynamicRendezvousHandler):
         self._served: deque[TCPStore] = deque(maxlen=2)
         self._num_waiting = 0
         self._blind_until_s = 0.0
+        self._warned_s: float | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Joins the next round, and waits for an etcd that cannot be reached until `join_timeout` is over."""
@@ -85,9 +87,15 @@ class EtcdRendezvousHandler(DynamicRendezvousHandler):
         try:
             self._holder.sync()
             self._num_waiting = len(self._holder.state.wait_list)
+            if self._warned_s is not None:
+                logger.warning("rendezvous sees again whether nodes wait")
+                self._warned_s = None
         except RendezvousError as error:
-            self._blind_until_s = time.monotonic() + self._settings.keep_alive_interval.total_seconds()
-            logger.warning("rendezvous cannot see whether nodes wait; training goes on: %s", error)
+            now_s = time.monotonic()
+            self._blind_until_s = now_s + self._settings.keep_alive_interval.total_seconds()
+            if self._warned_s is None or now_s - self._warned_s >= WARN_EVERY_S:
+                logger.warning("rendezvous cannot see whether nodes wait; training goes on: %s", error)
+                self._warned_s = now_s
         finally:
             self._heartbeat_lock.release()
         return self._num_waiting
