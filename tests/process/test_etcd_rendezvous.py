@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import base64
-import json
 import os
 import pickle
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,18 @@ from typing import Any
 import pytest
 import urllib3
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, RendezvousStateError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousSettings,
+    RendezvousTimeout,
+    _NodeDesc,
+    _RendezvousState,
+)
 
 from elastictrain.rendezvous.backend import PREFIX, EtcdBackend, EtcdRefusesError, RoundStore
 from elastictrain.rendezvous.client import EtcdClient
 from elastictrain.rendezvous.codec import decode, encode
 from elastictrain.rendezvous.entry import BACKEND
+from elastictrain.rendezvous.holder import EtcdStateHolder
 from elastictrain.rendezvous.settings import EtcdSettings
 from tests.process.etcd_cluster import NEEDS_ETCD, Cluster, etcd
 from tests.process.helpers import ROOT, all_gone, descendants, wait_until
@@ -57,6 +64,11 @@ def _write(cluster: Cluster, key: str, value: bytes) -> None:
     client.put(key, value, client.grant_lease(TTL_S))
 
 
+def _delete(cluster: Cluster, key: str) -> None:
+    body = {"key": base64.b64encode(key.encode()).decode()}
+    assert urllib3.request("POST", f"{cluster.urls[0]}/v3/kv/deleterange", json=body).json()["deleted"] == "1"
+
+
 # ---- one key, many writers
 
 
@@ -78,8 +90,6 @@ def test_only_who_knows_the_present_state_may_change_it(shared: Cluster) -> None
 
 
 def test_of_two_writers_at_once_exactly_one_wins_each_time(shared: Cluster) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     writers = [_backend(shared, "race") for _ in range(2)]
     token = None
     with ThreadPoolExecutor(len(writers)) as pool:
@@ -105,13 +115,32 @@ def test_a_key_that_is_gone_is_told_from_one_that_was_changed(shared: Cluster) -
     backend = _backend(shared, "gone")
     first = backend.set_state(_state(0, "a"))
     assert first is not None
-    urllib3.request(
-        "POST", f"{shared.urls[0]}/v3/kv/deleterange", json={"key": base64.b64encode(backend.key.encode()).decode()}
-    )
+    _delete(shared, backend.key)
     assert backend.set_state(_state(1, "a"), first[1]) is None
     again = backend.set_state(_state(1, "a"), None)
     assert again is not None
     assert again[2]
+
+
+def test_a_state_that_etcd_has_lost_is_written_again_from_a_nodes_copy(shared: Cluster) -> None:
+    node = _NodeDesc("a", 1, 0)
+    minute = timedelta(minutes=1)
+    settings = RendezvousSettings(
+        "copy", 1, 2, RendezvousTimeout(), keep_alive_interval=minute, keep_alive_max_attempt=3
+    )
+    backend = _backend(shared, "copy")
+    holder = EtcdStateHolder(backend, settings, node)
+    holder.state.participants[node] = 0
+    holder.state.complete = True
+    holder.mark_dirty()
+    assert holder.sync() is True
+    _delete(shared, backend.key)
+    holder.state.last_heartbeats[node] = datetime.now(UTC)
+    holder.mark_dirty()
+    assert holder.sync() is True
+    stored = _stored(shared, "copy")
+    assert stored.participants == {node: 0}
+    assert set(stored.last_heartbeats) == {node}
 
 
 def test_the_keys_of_a_run_go_with_its_lease_and_another_lease_is_taken(shared: Cluster) -> None:
@@ -365,6 +394,12 @@ class Run:
         return "\n".join(f"---- {path.name}\n{path.read_text()}" for path in sorted(self._folder.glob("agent*.log")))
 
 
+def _stored(cluster: Cluster, run_id: str) -> _RendezvousState:
+    found = _backend(cluster, run_id).get_state()
+    assert found is not None
+    return decode(found[0], run_id)
+
+
 @contextmanager
 def _run(folder: Path, cluster: Cluster, nodes: str) -> Iterator[Run]:
     run = Run(folder, cluster, nodes)
@@ -394,10 +429,9 @@ def test_a_group_restarts_with_a_new_store_and_finishes(tmp_path: Path, shared: 
             os.kill(min(group), signal.SIGKILL)
         run.wait_group(2, known)
         run.finish(*run.agents)
-    stored = EtcdClient(shared.settings()).get(f"{PREFIX}{tmp_path.name}")
-    assert stored is not None
-    assert json.loads(stored.value)["closed"] is True
-    assert decode(stored.value, "the key").round == 4
+    stored = _stored(shared, tmp_path.name)
+    assert stored.closed
+    assert stored.round == 4
 
 
 @pytest.mark.long
@@ -412,8 +446,19 @@ def test_training_goes_on_without_etcd_and_a_restart_waits_for_it(tmp_path: Path
         wait_until(lambda: "cannot see whether nodes wait" in run.logs())
         run.wait_steps(group, 800)
         cluster.start()
+        cluster.wait_ready()
+        before = _stored(cluster, tmp_path.name)
+        assert len(before.participants) == 2
+        # Both still take part, and say so: whoever joins now will be seen.
+        wait_until(
+            lambda: all(
+                _stored(cluster, tmp_path.name).last_heartbeats[node] > before.last_heartbeats[node]
+                for node in before.participants
+            )
+        )
         run.wait_steps(group, 200)
-        assert {rank.pid for rank in run.ranks().values()} == set(group)
+        assert _stored(cluster, tmp_path.name).participants == before.participants
+        assert set(run.ranks()) == set(group)
 
         cluster.kill()
         os.kill(min(group), signal.SIGKILL)
