@@ -134,13 +134,14 @@ class EtcdBackend(RendezvousBackend):
             return self._try(lambda: write(self._living_lease()))
 
     def _living_lease(self) -> int:
-        now_s = self._clock()
-        if self._lease is not None and now_s - self._lease_renewed_s < self._lease_ttl_s / 3:
-            return self._lease
-        if self._lease is None or not self._client.keep_lease_alive(self._lease):
-            self._lease = self._client.grant_lease(self._lease_ttl_s)
-        self._lease_renewed_s = now_s
-        return self._lease
+        # Heartbeats come from a thread of their own, so the field may change under us; at worst there are two leases.
+        lease, now_s = self._lease, self._clock()
+        if lease is not None and now_s - self._lease_renewed_s < self._lease_ttl_s / 3:
+            return lease
+        if lease is None or not self._client.keep_lease_alive(lease):
+            lease = self._client.grant_lease(self._lease_ttl_s)
+        self._lease, self._lease_renewed_s = lease, now_s
+        return lease
 
     def _try(self, request: Callable[[], _T]) -> _T:
         try:

@@ -335,7 +335,7 @@ class Run:
 
     def start_agent(self) -> subprocess.Popen[bytes]:
         name = f"agent{len(self.agents)}"
-        conf = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=4,close_timeout=20,request_timeout_s=2"
+        conf = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=8,close_timeout=20,request_timeout_s=2"
         with (self._folder / f"{name}.log").open("wb") as log:
             agent = subprocess.Popen(
                 [
@@ -444,7 +444,7 @@ def test_training_goes_on_without_etcd_and_a_restart_waits_for_it(tmp_path: Path
         cluster.kill()
         # Longer than the keep-alive: torch by itself would find every node dead now, itself included.
         wait_until(lambda: "cannot see whether nodes wait" in run.logs())
-        run.wait_steps(group, 800)
+        run.wait_steps(group, 1000)
         cluster.start()
         cluster.wait_ready()
         before = _stored(cluster, tmp_path.name)
