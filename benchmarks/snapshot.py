@@ -85,8 +85,9 @@ def measure(args: argparse.Namespace, disk: Path, memory: Path) -> tuple[Figures
     run = Run(num_layers, args.batch_size)
     size = sum(p.numel() * 4 for p in run.trainee.replica.module.parameters()) * 3
     print(f"state: {size / 1e6:.0f} MB in {3 * 2 * num_layers} tensors; {os.cpu_count()} cores", flush=True)
-    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
     figures = Figures()
+    measure_durable(args, run, disk, memory, size, figures)  # first: the peers leave threads and gigabytes behind
+    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
     ours = snapshotter_for(run, memory, None)
     state = {"model": run.trainee.replica.module.state_dict(), "optimizer": run.optimizer.state_dict()}
     stager = make_stager()
@@ -121,7 +122,6 @@ def measure(args: argparse.Namespace, disk: Path, memory: Path) -> tuple[Figures
             shutil.rmtree(disk / folder, ignore_errors=True)
         print(f"stall: round {number + 1} of {args.rounds}", flush=True)
     ours.close()
-    measure_durable(args, run, disk, memory, size, figures)
     segments = measure_throughput(
         run, disk, memory, num_rounds=args.segments, num_steps=args.steps, num_threads=args.threads
     )
