@@ -35,7 +35,8 @@ from elastictrain.core.phases import Phase
 from elastictrain.heartbeat import HeartbeatWriter
 from elastictrain.protocol import BOARD_FILE, StopBoard
 from elastictrain.supervisor.incarnation import Incarnation
-from elastictrain.supervisor.life import POLL_S, Life
+from elastictrain.supervisor.launcher import Launcher
+from elastictrain.supervisor.life import Life
 
 LIMIT_S = 2.0
 STEP_PHASES = (Phase.READY, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.OPTIMIZER, Phase.COMMIT)
@@ -97,6 +98,7 @@ def _life(folder: Path, num_ranks: int) -> Life:
         Played(folder, 1, num_ranks),
         config,
         StepTimes(),
+        launcher=Launcher(folder, fork=False, grace_s=1.0),
         state_dir=folder,
         on_line=lambda _line: None,
         on_look=lambda _life: None,
@@ -108,7 +110,7 @@ async def _watch(life: Life, seconds: float) -> tuple[float, float]:
     """Looks as `Life.run` does, for a while; returns (processor seconds, wall seconds)."""
     began_s, began_cpu_s = time.monotonic(), time.process_time()
     while time.monotonic() - began_s < seconds:
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(life._pause_s(time.monotonic()))
         await life._look(time.monotonic())
     return time.process_time() - began_cpu_s, time.monotonic() - began_s
 
@@ -124,7 +126,7 @@ async def _detect(life: Life, hang: Event) -> float:
     await _watch(life, random.uniform(0.3, 1.0))
     hang.set()
     while not found:
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(life._pause_s(time.monotonic()))
         await life._look(time.monotonic())
     beat = life.heartbeats[1]
     assert beat is not None
