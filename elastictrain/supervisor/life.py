@@ -49,8 +49,8 @@ POLL_S = 0.2
 """Between two looks at the ranks."""
 DUE_MARGIN_S = 0.002
 """How much after the end of a rank's limit it is looked at."""
-READ_COST_S = 0.003
-"""With many ranks, records are read whole at most once in this much time per rank: 512 ranks, every second and a half. In
+READ_COST_S = 0.002
+"""With many ranks, records are read whole at most once in this much time per rank: 512 ranks, once a second. In
 between, a glance at when they moved is enough."""
 LEAVE_CHECK_S = 0.5
 """How often to look whether a rank has left, while one stands still."""
