@@ -12,21 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastictrain.core.phases import IN_UPDATE, Phase
 from elastictrain.heartbeat import Heartbeat, heartbeat_paths, read_heartbeat
 from elastictrain.procs import all_pids, command_of, environment_of, read_stat, send_signal
 from elastictrain.protocol import ENV_RUN_DIR
 
 LEAVE_S = 1.5
-"""How long a rank may take to begin keeping its state, or to leave, once its agent is gone."""
+"""How long a rank that is stopped, or runs no Python code, may stay once its agent is gone."""
 LOOK_S = 0.02
 """How often to look whether the last ranks have left."""
 TICK_S = 2.0
 """A rank whose tick is older than this runs no Python code."""
-_BUSY = frozenset({Phase.SNAPSHOT, Phase.EVAL, *IN_UPDATE})
-"""Phases in which a rank keeps its state, or cannot be interrupted and will as soon as it can."""
-_WAITING = frozenset({Phase.BACKWARD, Phase.REDUCE})
-"""Phases in which a rank may wait for another, in a collective that fails once that one is gone."""
 _PERSISTER_MODULE = "elastictrain.checkpoint.persister"
 
 
@@ -66,9 +61,9 @@ def sweep(folder: Path) -> int:
 class Farewell:
     """The ranks of an incarnation that have lost their agent, until the last has gone.
 
-    They have noticed its death, and each that can keeps its state. One that does has `grace_s`, whatever happens. Of
-    the others, those that are stuck by themselves are ended after `LEAVE_S`, and those that may have waited for them
-    after as much again: their collectives have failed by then, and they keep their state.
+    They have been told of its death, and each that can keeps its state and leaves, within `grace_s`: one in the middle
+    of a long call, a forward pass say, hears of it when the call returns, and one that waits for that one, when its
+    collective fails. Those that will not hear of it are ended after `LEAVE_S`.
 
     Args:
         run_dir: the incarnation.
@@ -103,9 +98,7 @@ class Farewell:
     def _time_s(self, beat: Heartbeat, now_s: float) -> float:
         stat = read_stat(beat.pid)
         is_stuck = stat is None or stat.state in ("T", "t") or now_s - beat.tick_ns / 1e9 > TICK_S
-        if beat.phase in _BUSY and not is_stuck:
-            return self._grace_s
-        return min(self._grace_s, 2 * LEAVE_S if beat.phase in _WAITING and not is_stuck else LEAVE_S)
+        return min(self._grace_s, LEAVE_S) if is_stuck else self._grace_s
 
     def _is_there(self, pid: int) -> bool:
         stat = read_stat(pid)

@@ -265,6 +265,8 @@ def ending_all() -> Iterator[None]:
     from elastictrain.procs import adopt_orphans
 
     def interrupt(signum: int, _frame: Any) -> None:
+        for other in before:  # a second one must not cut off the cleaning up after the first
+            signal.signal(other, signal.SIG_IGN)
         raise SystemExit(128 + signum)
 
     adopt_orphans()

@@ -68,7 +68,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> tuple[str, ...]:
     dotted, equals, literal = override.partition("=")
     keys = tuple(part.strip() for part in dotted.split("."))
     if not equals or not all(keys):
-        raise ConfigError(f"--set {override}: not of the form key.path=value", "For example: --set train.max_steps=200")
+        raise ConfigError(f"--set {dotted}: not of the form key.path=value", "For example: --set train.max_steps=200")
     try:
         value = tomllib.loads(f"value = {literal}")["value"]
     except tomllib.TOMLDecodeError:
@@ -77,7 +77,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> tuple[str, ...]:
     for depth, key in enumerate(keys[:-1], start=1):
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--set {override}: {'.'.join(keys[:depth])} is a value, not a table")
+            raise ConfigError(f"--set {dotted}: {'.'.join(keys[:depth])} is a value, not a table")
     table[keys[-1]] = value
     return keys
 
@@ -103,7 +103,9 @@ def _explain(problem: Mapping[str, Any], path: Path, text: str, overridden: set[
         case "missing":
             message = f"missing key {name}"
         case _:
-            got = "" if isinstance(problem["input"], dict) else f", got {problem['input']!r}"
+            # What is wrong about a store may hold its key.
+            is_secret = keys[:2] in (("checkpoint", "url"), ("checkpoint", "storage_options"))
+            got = "" if is_secret or isinstance(problem["input"], dict) else f", got {problem['input']!r}"
             detail = str(problem["msg"]).removeprefix("Value error, ")
             message = f"{name}: {detail[0].lower() + detail[1:]}{got}"
     return f"{where}: {message}"

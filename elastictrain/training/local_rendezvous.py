@@ -8,6 +8,7 @@ be free still.
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -48,8 +49,18 @@ class LocalRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         if self._store is not None:
             raise RendezvousStateError("a second round on one store would hand out the addresses of the first")
-        self._store = store = TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(ADDRESS, store.port))
+        # Left to itself the store would listen on every address of the machine, and it asks nobody who he is.
+        with socket.create_server((ADDRESS, 0)) as listener:
+            port = listener.getsockname()[1]
+            self._store = store = TCPStore(
+                ADDRESS,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=self._timeout,
+                master_listen_fd=listener.detach(),  # closed with the store
+            )
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(ADDRESS, port))
 
     def is_closed(self) -> bool:
         return self._closed

@@ -28,7 +28,7 @@ from elastictrain.checkpoint.store import Store
 from elastictrain.core.counters import Counters
 from elastictrain.core.identity import HYPERPARAMETERS, Difference, refusal
 from elastictrain.errors import SnapshotError, SnapshotMismatchError, StorageError
-from elastictrain.training.collectives import broadcast_bytes, broadcast_ints, broadcast_tensor, gather_ints
+from elastictrain.training.collectives import broadcast_bytes, broadcast_tensor, gather_ints
 from elastictrain.training.device import Place
 from elastictrain.training.state import DTYPES, TrainingState
 
@@ -114,7 +114,8 @@ class Restorer:
                 reader = better
         claims = [row[0] for row in gather_ints([_step_of(reader)], place)]
         newest = max(claims)
-        (num_damaged,) = broadcast_ints([self._num_damaged], 0, place)
+        # On any node: what only another one's local rank zero has seen must not count as none.
+        num_damaged = sum(row[0] for row in gather_ints([self._num_damaged], place))
         if newest == _NONE:
             if num_damaged:
                 raise SnapshotError(

@@ -232,7 +232,11 @@ class Snapshotter:
             if isinstance(writer, Declined):
                 self._log.warning("snapshot_left_out", at_step=step, reason=writer.reason)
                 return Taken.DECLINED
-            self._copy = self._start_copy(captured, writer)
+            try:
+                self._copy = self._start_copy(captured, writer)
+            except BaseException:
+                writer.abort()  # or its slot would stay locked, to the persister as well
+                raise
         except (OSError, ElasticTrainError) as error:
             self._log.warning("snapshot_failed", at_step=step, error=str(error))
             self._last = replace(self._last, global_step=step, ended_s=perf_counter())  # not again at every step

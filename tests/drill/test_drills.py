@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -91,6 +92,8 @@ def test_an_interrupted_drill_leaves_nothing(tmp_path, signum):
     with start_cli("drill", "kill-rank", job, "--steps", "800", "--scratch", scratch, cwd=tmp_path) as process:
         wait_until(lambda: list((tmp_path / "shm").rglob("manifest.json")))
         assert len(processes_of(tmp_path)) >= 4, "drill, supervisor, agent, ranks"
+        process.send_signal(signum)
+        time.sleep(0.02)  # an impatient second one: it must not cut the cleaning up short
         process.send_signal(signum)
         process.wait(60)
         assert process.returncode == 128 + signum

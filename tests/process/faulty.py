@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import hashlib
 import os
 import signal
 import time
@@ -46,6 +47,8 @@ def strike(kind: str) -> None:
             mutex = ctypes.create_string_buffer(64)
             for _ in range(2):
                 ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+        case "crunch":  # some seconds in C, without the interpreter lock, that no signal cuts short
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 12_000_000)
         case "segv":
             ctypes.string_at(0)
         case "raise":

@@ -354,6 +354,8 @@ def test_nothing_outlives(tmp_path: Path, victim: str) -> None:
         (agent,) = [p for p in family if "elastictrain.training.agent" in p.cmdline()]
         group = [p for p in family if p not in (launcher, agent)]
         assert len(group) == 4, "two ranks, a loader process each"
+        listening = [c.laddr.ip for p in family for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
+        assert set(listening) <= {"127.0.0.1"}, "nobody from outside is listened to"
         {"supervisor": process, "launcher": launcher, "agent": agent}[victim].kill()
         wait_until(lambda: all_gone([*group, agent]), 10.0)
         first = state / "runs" / "0001"
@@ -364,6 +366,27 @@ def test_nothing_outlives(tmp_path: Path, victim: str) -> None:
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
         wait_until(lambda: not ours(state), 10.0)
+
+
+@pytest.mark.long
+def test_ranks_in_a_long_call_keep_their_state_when_the_agent_dies(tmp_path: Path, undisturbed: str) -> None:
+    """They hear of it only when the call returns, seconds later."""
+    state = tmp_path / "state"
+    path = write_faulty(
+        tmp_path,
+        [("loss", "crunch", 0, 5), ("loss", "crunch", 1, 5)],
+        checkpoint={"every_steps": 1000},
+        supervisor={"min_step_timeout_s": 60.0, "teardown_timeout_s": 60.0},
+    )
+    with start_cli("run", path, "--state-dir", state, "--output", "json") as process:
+        wait_until(lambda: all((tmp_path / f"struck-{rank}-crunch").exists() for rank in range(2)))
+        (agent,) = [p for p in ours(state) if "elastictrain.training.agent" in p.cmdline()]
+        agent.kill()
+        assert process.wait(RUN_DEADLINE_S) == 0
+    first, last = events(state, "incarnation_ended")
+    assert (first["kept_step"], last["cause"]) == (5, "complete")
+    assert [event["global_step"] for event in events(state, "restored")] == [5, 5]
+    assert digest(state) == undisturbed
 
 
 @pytest.mark.long

@@ -194,3 +194,17 @@ def test_a_loaded_job_cannot_change(tmp_path: Path) -> None:
     config = load_job(write(tmp_path, GOOD)).config
     with pytest.raises(ValueError, match="frozen"):
         config.train.max_steps = 3
+
+
+@pytest.mark.parametrize(
+    "override", ['checkpoint.storage_options="key=HUSH"', "checkpoint.url=['s3://HUSH@x']", "checkpoint.url.x=HUSH"]
+)
+def test_what_is_wrong_about_a_store_is_told_without_its_secrets(tmp_path: Path, override: str) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(
+        'task = "x:Y"\n[train]\nmax_steps = 1\nglobal_batch_size = 1\nmicro_batch_size = 1\n[checkpoint]\nurl = "a"\n'
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_job(str(path), [override])
+    assert "checkpoint" in str(caught.value)
+    assert "HUSH" not in str(caught.value)
