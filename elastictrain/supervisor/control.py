@@ -28,10 +28,11 @@ from elastictrain.errors import (
     ConfigError,
     ElasticTrainError,
     IllegalTransitionError,
+    MissingInputError,
     StorageError,
     UsageError,
 )
-from elastictrain.supervisor import address
+from elastictrain.supervisor import address, kept_files
 from elastictrain.supervisor.commands import Commands
 from elastictrain.supervisor.journal import as_json
 from elastictrain.supervisor.metrics import CONTENT_TYPE, render_metrics
@@ -41,6 +42,7 @@ MAX_BODY_BYTES = 64 * 1024
 DEFAULT_CHECKPOINT_TIMEOUT_S = 600.0
 _POLL_S = 0.1
 _MAX_EVENTS = 10_000
+MAX_LOG_LINES = 10_000
 _JSON_LINES = "application/x-ndjson"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -107,6 +109,9 @@ class Control:
                 web.get("/", self._index),
                 web.get("/status", self._status),
                 web.get("/events", self._events),
+                web.get("/logs", self._logs),
+                web.get("/incidents", self._incidents),
+                web.get(r"/incidents/{number:\d{1,9}}", self._incident),
                 web.get("/metrics", self._metrics),
                 web.post("/stop", self._stop),
                 web.post("/checkpoint", self._checkpoint),
@@ -183,7 +188,14 @@ class Control:
         return _json(
             {
                 "job": self._record.job,
-                "get": ["/status", "/events?since=ID&kind=KIND&follow=1", "/metrics"],
+                "get": [
+                    "/status",
+                    "/events?since=ID&kind=KIND&follow=1",
+                    "/logs?rank=RANK&lines=NUMBER",
+                    "/incidents",
+                    "/incidents/NUMBER",
+                    "/metrics",
+                ],
                 "post": ["/stop", "/checkpoint", "/drain", "/resume", "/restart"],
             }
         )
@@ -206,6 +218,21 @@ class Control:
             found = [e for e in await asyncio.to_thread(self._record.events, since) if not kinds or e.kind in kinds]
             return _json([as_json(event) for event in found[-limit:] if limit])
         return await self._stream(request, since, kinds)
+
+    async def _logs(self, request: web.Request) -> web.Response:
+        query = request.query
+        rank = _whole_number(query["rank"], "rank") if "rank" in query else None
+        num_lines = _whole_number(query.get("lines", "100"), "lines")
+        if not 0 < num_lines <= MAX_LOG_LINES:
+            raise UsageError(f"lines must be between 1 and {MAX_LOG_LINES}, got {num_lines}")
+        return _json(await asyncio.to_thread(kept_files.recent_output, self._record.state_dir, rank, num_lines))
+
+    async def _incidents(self, _request: web.Request) -> web.Response:
+        return _json(await asyncio.to_thread(kept_files.incidents, self._record.state_dir))
+
+    async def _incident(self, request: web.Request) -> web.Response:
+        number = int(request.match_info["number"])
+        return _json(await asyncio.to_thread(kept_files.incident, self._record.state_dir, number))
 
     async def _stream(self, request: web.Request, since: int, kinds: frozenset[str]) -> web.StreamResponse:
         """JSON lines for as long as the client stays. Holds no queue for it: a slow one reads on where it was."""
@@ -282,6 +309,7 @@ class Control:
 
 _STATUS_OF: tuple[tuple[type[ElasticTrainError], int], ...] = (
     (UsageError, 400),
+    (MissingInputError, 404),
     (BusyError, 409),
     (IllegalTransitionError, 409),
     (StorageError, 504),

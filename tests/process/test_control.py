@@ -76,6 +76,30 @@ def test_metrics_are_what_prometheus_reads(state: Path) -> None:
     assert {s.labels["tier"] for s in families["elastictrain_snapshot_age_seconds"].samples} == {"memory", "durable"}
 
 
+def test_logs_and_incidents(state: Path) -> None:
+    path = socket_of(state)
+    assert json.loads(request(path, "GET", "/incidents")[2]) == []
+    assert request(path, "GET", "/incidents/1")[0] == 404
+    folder = state / "incidents" / "0002"
+    folder.mkdir(parents=True)
+    (folder / "incident.json").write_text('{"incident": 2, "why": "it stands still in data"}')
+    (folder / "stacks-1.txt").write_text("Thread 1\n")
+    assert [found["why"] for found in json.loads(request(path, "GET", "/incidents")[2])] == ["it stands still in data"]
+    assert json.loads(request(path, "GET", "/incidents/2")[2])["files"] == {"stacks-1.txt": "Thread 1\n"}
+    for number in (9, 10):
+        run = state / "runs" / f"{number:04d}"
+        run.mkdir(parents=True)
+        (run / "rank-0.log").write_text(f"of {number}\n")
+        (run / "rank-1.log").write_text("one\ntwo\nthree\n")
+    assert json.loads(request(path, "GET", "/logs?lines=2")[2]) == {
+        "incarnation": 10,
+        "ranks": {"0": ["of 10"], "1": ["two", "three"]},
+    }
+    assert list(json.loads(request(path, "GET", "/logs?rank=1")[2])["ranks"]) == ["1"]
+    assert [request(path, "GET", f"/logs?{query}")[0] for query in ("rank=7", "rank=x", "lines=0")] == [404, 400, 400]
+    assert [request(path, "GET", f"/incidents/{name}")[0] for name in ("x", "..", "99")] == [404, 404, 404]
+
+
 def test_events_since_by_kind_and_as_a_stream(state: Path) -> None:
     path = socket_of(state)
     wait_until(lambda: status_of(state)["global_step"] > 20)
