@@ -26,6 +26,9 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from recovery_jobs import OurJob, end, wait_for
 
+from elastictrain.checkpoint.memory_tier import MemoryTier
+from elastictrain.config.schema import CheckpointConfig
+
 VICTIMS = ("supervisor", "launcher", "agent")
 START_S = 120.0
 GONE_S = 120.0
@@ -68,6 +71,9 @@ def measure(victim: str, folder: Path, *, stopped: bool) -> float:
         for process in group:
             if is_there(process):
                 process.kill()
+        MemoryTier.for_job(Path(CheckpointConfig().memory_path), job="recovery", state_dir=job.state).clean(
+            timeout_s=5.0
+        )
 
 
 def main() -> None:

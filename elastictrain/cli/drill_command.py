@@ -264,9 +264,12 @@ def ending_all() -> Iterator[None]:
     from elastictrain.drill.trial import end_descendants
     from elastictrain.procs import adopt_orphans
 
+    def listen_no_more() -> None:
+        for signum in before:
+            signal.signal(signum, signal.SIG_IGN)
+
     def interrupt(signum: int, _frame: Any) -> None:
-        for other in before:  # a second one must not cut off the cleaning up after the first
-            signal.signal(other, signal.SIG_IGN)
+        listen_no_more()  # a second one must not cut off the cleaning up after the first
         raise SystemExit(128 + signum)
 
     adopt_orphans()
@@ -274,9 +277,7 @@ def ending_all() -> Iterator[None]:
     try:
         yield
     finally:
-        # A second Ctrl-C must not leave processes behind.
-        for signum in before:
-            signal.signal(signum, signal.SIG_IGN)
+        listen_no_more()
         end_descendants()
         for signum, handler in before.items():
             signal.signal(signum, handler)

@@ -145,23 +145,24 @@ def logs(
     """Show what the ranks of this node printed. With --follow, that of later worker groups too."""
     from elastictrain.cli.job_dirs import find_job_dir
     from elastictrain.errors import MissingInputError
+    from elastictrain.supervisor.kept_files import rank_logs
 
     where = find_job_dir(job, state_dir)
     runs = [r for r in where.runs if incarnation is None or int(r.name) == incarnation]
-    having = [run for run in runs if _rank_logs(run, rank)]
+    having = [run for run in runs if rank_logs(run, rank)]
     if not having and not (follow and incarnation is None):
         which = f"rank {rank}" if rank is not None else "any rank"
         among = f"incarnation {incarnation}" if incarnation is not None else "an incarnation"
         raise MissingInputError(f"there is no log of {which} of {among} in {where.path}")
     tails: dict[Path, _Tail] = {}
-    for path in _rank_logs(having[-1], rank) if having else []:
+    for path in rank_logs(having[-1], rank).values() if having else []:
         tails[path] = _Tail(path)
         for line in _last_lines(path, tails[path].take(), last):
             _print_line(path, line, alone=rank is not None)
     with contextlib.suppress(KeyboardInterrupt):
         while follow:
             newest = [r for r in where.runs if incarnation is None or int(r.name) == incarnation][-1:]
-            for path in [p for run in newest for p in _rank_logs(run, rank)]:
+            for path in [p for run in newest for p in rank_logs(run, rank).values()]:
                 tails.setdefault(path, _Tail(path))
             for path, tail in list(tails.items()):
                 for line in tail.take():
@@ -195,13 +196,6 @@ class _Tail:
                 self._inode, self._offset = inode, file.tell()
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [line.decode(errors="replace") for line in lines]
-
-
-def _rank_logs(run: Path, rank: int | None) -> list[Path]:
-    """Files of an incarnation, by rank."""
-    found = [(p.stem.removeprefix("rank-"), p) for p in run.glob("rank-*.log")]
-    numbered = sorted((int(number), p) for number, p in found if number.isdigit())
-    return [p for number, p in numbered if rank is None or number == rank]
 
 
 def _last_lines(path: Path, lines: list[str], last: int) -> list[str]:

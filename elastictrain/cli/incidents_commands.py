@@ -11,11 +11,11 @@ import typer
 
 from elastictrain.cli.events_commands import brief
 from elastictrain.cli.options import JsonOption, StateDirOption
+from elastictrain.supervisor.kept_files import INCIDENT_FILE, read_incident
 
 if TYPE_CHECKING:
     from elastictrain.cli.job_dirs import JobDir
 
-_INCIDENT_FILE = "incident.json"
 _MAX_EVIDENCE_LINES = 200
 _NUM_FRAMES = 6
 
@@ -38,7 +38,7 @@ def incidents(
     from elastictrain.cli.job_dirs import find_job_dir
 
     found = _incidents(find_job_dir(job, state_dir))
-    rows = [{"incident": name, "path": str(path), **_read_incident(path)} for name, path in found]
+    rows = [{"incident": name, "path": str(path), **read_incident(path)} for name, path in found]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
@@ -65,15 +65,15 @@ def show(
         names = ", ".join(name for name, _ in found) or "none"
         raise MissingInputError(f"there is no incident {number}", f"There are: {names}.")
     path = paths[-1]
-    found_files = (p for p in path.rglob("*") if p.is_file() and p.name != _INCIDENT_FILE)
+    found_files = (p for p in path.rglob("*") if p.is_file() and p.name != INCIDENT_FILE)
     # What /proc says is long, and looked at last.
     files = sorted(found_files, key=lambda p: (p.name.startswith("process-"), p))
     if as_json:
         evidence = {str(p.relative_to(path)): _read_text(p) for p in files}
-        fields = {"incident": number, "path": str(path), **_read_incident(path), "evidence": evidence}
+        fields = {"incident": number, "path": str(path), **read_incident(path), "evidence": evidence}
         typer.echo(json.dumps(fields, indent=2))
         return
-    fields = _read_incident(path)
+    fields = read_incident(path)
     typer.echo(f"incident {number}: {_headline(fields)}\n{path}\n")
     for key, value in fields.items():
         if key not in ("judged", "opened_at", "incident", "why"):
@@ -124,14 +124,6 @@ def _incidents(where: JobDir) -> list[tuple[str, Path]]:
         if p.is_dir() and p.name.isdigit()
     ]
     return [(name, path) for _, name, path in [*found, *of_runs]]
-
-
-def _read_incident(path: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads((path / _INCIDENT_FILE).read_text())
-    except (OSError, ValueError) as error:
-        return {"damaged": f"{_INCIDENT_FILE} cannot be read: {error}"}
-    return fields if isinstance(fields, dict) else {"damaged": f"{_INCIDENT_FILE} is not an object"}
 
 
 def _read_text(path: Path) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from elastictrain.errors import MissingInputError
 from elastictrain.protocol import INCIDENTS_DIR, RUNS_DIR
 
+INCIDENT_FILE = "incident.json"
 _TAIL_BYTES = 1 << 20
 """The most that is read of one file."""
 
@@ -27,17 +28,24 @@ def recent_output(state_dir: Path, rank: int | None, num_lines: int) -> dict[str
     """
     runs = [path for path in _entries(state_dir / RUNS_DIR) if path.name.isdigit()]
     run = max(runs, key=lambda path: int(path.name), default=None)
-    logs = [] if run is None else sorted(run.glob("rank-*.log" if rank is None else f"rank-{rank}.log"))
+    logs = {} if run is None else rank_logs(run, rank)
     if not logs or run is None:
         raise MissingInputError("there is no log" if rank is None else f"rank {rank} has no log", "")
-    ranks = {path.stem.removeprefix("rank-"): _tail(path).splitlines()[-num_lines:] for path in logs}
+    ranks = {str(number): _tail(path).splitlines()[-num_lines:] for number, path in logs.items()}
     return {"incarnation": int(run.name), "ranks": ranks}
+
+
+def rank_logs(run: Path, rank: int | None) -> dict[int, Path]:
+    """Files of an incarnation's ranks, or of the one, by rank in order."""
+    found = [(p.stem.removeprefix("rank-"), p) for p in run.glob("rank-*.log")]
+    numbered = sorted((int(number), p) for number, p in found if number.isdigit())
+    return {number: p for number, p in numbered if rank is None or number == rank}
 
 
 def incidents(state_dir: Path) -> list[dict[str, Any]]:
     """What was judged in each incident that is kept, oldest first."""
     folders = sorted((p for p in _entries(state_dir / INCIDENTS_DIR) if p.name.isdigit()), key=lambda p: int(p.name))
-    return [_summary(folder) for folder in folders]
+    return [{"incident": int(folder.name), **read_incident(folder)} for folder in folders]
 
 
 def incident(state_dir: Path, number: int) -> dict[str, Any]:
@@ -50,15 +58,16 @@ def incident(state_dir: Path, number: int) -> dict[str, Any]:
     if not folder.is_dir():
         raise MissingInputError(f"there is no incident {number}", "GET /incidents lists them.")
     files = {path.name: _tail(path) for path in _entries(folder) if path.suffix == ".txt"}
-    return {**_summary(folder), "files": files}
+    return {"incident": number, **read_incident(folder), "files": files}
 
 
-def _summary(folder: Path) -> dict[str, Any]:
+def read_incident(folder: Path) -> dict[str, Any]:
+    """What was judged; `damaged` says why nothing can be told, as where the disk was full."""
     try:
-        found = json.loads((folder / "incident.json").read_text())
-    except (OSError, ValueError):
-        found = {}  # the disk was full: the rest may be there
-    return {"incident": int(folder.name), **(found if isinstance(found, dict) else {})}
+        fields = json.loads((folder / INCIDENT_FILE).read_text())
+    except (OSError, ValueError) as error:
+        return {"damaged": f"{INCIDENT_FILE} cannot be read: {error}"}
+    return fields if isinstance(fields, dict) else {"damaged": f"{INCIDENT_FILE} is not an object"}
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -279,17 +279,17 @@ class Life:
         self.heartbeats = self._watch.heartbeats()
         seen = [rank for rank in self._watch.seen(self.heartbeats) if rank.rank not in self._left]
         self._times.observe(seen)
-        self._due_s = min(
-            (rank.moved_s + limit_s(rank, self._limits, self._times.longest_s) for rank in seen), default=float("inf")
-        )
         self._on_look(self)
         if self._failing_since_s is None and self._somebody_left(seen, now_s):
             self._failing_since_s = now_s
         if self._failing_since_s is not None:
             self._tear_down(seen, now_s)
             return
-        if seen and now_s >= self._look_again_s and self._judge(seen, now_s).is_over_limit:
-            await self._examine(seen)
+        if seen and now_s >= self._look_again_s:
+            verdict = self._judge(seen, now_s)
+            self._due_s = now_s + min(rank.limit_s - rank.stood_still_s for rank in verdict.ranks)
+            if verdict.is_over_limit:
+                await self._examine(seen)
 
     def _judge(self, seen: list[RankSeen], now_s: float) -> Verdict:
         return judge(

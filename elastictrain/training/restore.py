@@ -112,10 +112,11 @@ class Restorer:
                 if reader is not None:
                     reader.close()
                 reader = better
-        claims = [row[0] for row in gather_ints([_step_of(reader)], place)]
+        told = gather_ints([_step_of(reader), self._num_damaged], place)
+        claims = [step for step, _ in told]
         newest = max(claims)
         # On any node: what only another one's local rank zero has seen must not count as none.
-        num_damaged = sum(row[0] for row in gather_ints([self._num_damaged], place))
+        num_damaged = sum(damaged for _, damaged in told)
         if newest == _NONE:
             if num_damaged:
                 raise SnapshotError(
