@@ -257,13 +257,10 @@ class PersistLoop:
                     for step, name in found.items()
                 ]
                 doomed = superfluous(kept, keep_last=self._settings.keep_last, keep_every=self._settings.keep_every)
-                # Pins are read last, and only if there is something to lose.
-                pins = store.pins() if doomed else {}
-                for snapshot in doomed:
-                    if (snapshot.run_id, snapshot.global_step) not in pins:
-                        self._moved_at_s = time.monotonic()
-                        store.delete(found[snapshot.global_step])
-                        deleted.append(found[snapshot.global_step])
+                for name in (found[snapshot.global_step] for snapshot in doomed):
+                    self._moved_at_s = time.monotonic()
+                    if store.delete_unless_pinned(name):
+                        deleted.append(name)
         except StorageError as error:
             self._report(Report("tidying_failed", newest, {"error": error.what}))
         if deleted:
