@@ -71,6 +71,7 @@ class Restored:
 
     Args:
         counters: where the run goes on.
+        run_id: of the run that wrote it.
         tier: where it was found: "memory" or "durable".
         world_size: ranks of the run that wrote it.
         in_memory: the memory tier's snapshot, on the rank that holds it.
@@ -78,6 +79,7 @@ class Restored:
     """
 
     counters: Counters
+    run_id: str
     tier: str
     world_size: int
     in_memory: MemorySnapshot | None
@@ -145,7 +147,7 @@ class Restorer:
         holder = claims.index(newest)
         self._note(lookup, listed, newest)
         try:
-            return self._take_over(state, reader if place.rank == holder else None, holder)
+            return self._take_over(state, reader if place.rank == holder else None, holder, lookup.run_id)
         finally:
             if reader is not None:
                 reader.close()
@@ -235,7 +237,7 @@ class Restorer:
             self._damaged_in_memory.append(candidate.memory)
         self._on_passed_over(candidate.where, reason)
 
-    def _take_over(self, state: TrainingState, reader: SnapshotReader | None, holder: int) -> Restored:
+    def _take_over(self, state: TrainingState, reader: SnapshotReader | None, holder: int, run_id: str) -> Restored:
         place = self._place
         message = b""
         if reader is not None:
@@ -265,7 +267,7 @@ class Restorer:
         changed = tuple(state.hyperparameter_differences(trainer))
         counters = state.load(trainer, targets, own_hyperparameters=HYPERPARAMETERS in self._allowed)
         in_memory = reader.candidate.memory if reader is not None else None
-        return Restored(counters, told["tier"], trainer["world_size"], in_memory, changed)
+        return Restored(counters, run_id, told["tier"], trainer["world_size"], in_memory, changed)
 
 
 def _run_of(manifest: Path) -> str | None:

@@ -168,7 +168,7 @@ def test_who_was_killed_while_deleting_leaves_no_pin_that_does_not_hold(store, t
         store.delete_unless_pinned(name)
     monkeypatch.undo()
     assert check(store, tmp_path) == [1], "it is still whole"
-    with pytest.raises(MissingInputError, match="step 1 in .* just being deleted"):
+    with pytest.raises(MissingInputError, match=r"step 1 in .* just being deleted"):
         store.pin(RUN_ID, 1, "another", patience_s=0.1)
     assert store.pins() == {}
     assert store.delete_unless_pinned(name)
