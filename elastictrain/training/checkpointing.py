@@ -37,7 +37,8 @@ from elastictrain.training.parting import Parted, Parting
 from elastictrain.training.restore import Lookup, Restored, Restorer
 from elastictrain.training.session import Session
 from elastictrain.training.shadow import Shadow
-from elastictrain.training.snapshot import Origin, Snapshotter, Taken
+from elastictrain.training.snapshot import Snapshotter, Taken
+from elastictrain.training.snapshot_writer import Origin
 from elastictrain.training.state import TrainingState
 
 WAIT_SLICE_S = 0.1
