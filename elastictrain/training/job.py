@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,7 +24,6 @@ from elastictrain.logs import Logger
 from elastictrain.protocol import IMPORTS_FILE, METRICS_FILE, REPORTED_FILE, RunSpec
 from elastictrain.training import imports
 from elastictrain.training.checkpointing import Checkpointing, Kept
-from elastictrain.training.collectives import broadcast_bytes
 from elastictrain.training.data import SeededReader, batches
 from elastictrain.training.ema import Ema
 from elastictrain.training.evaluate import Evaluation, Evaluator
@@ -34,7 +32,7 @@ from elastictrain.training.injection import drill_reader, drill_task
 from elastictrain.training.inspection import inspecting
 from elastictrain.training.loop import Loop
 from elastictrain.training.metrics import MetricsWriter
-from elastictrain.training.past_evaluation import find_evaluation
+from elastictrain.training.past_evaluation import recall_evaluation
 from elastictrain.training.precision import Precision
 from elastictrain.training.replica import Replica, check_static_graph
 from elastictrain.training.report import Reporter
@@ -305,11 +303,8 @@ class Job:
         if not evaluation:
             return
         step, stop = self._session.global_step, self._session.sample_position
-        told = b"null"
-        if self._place.is_rank_zero:
-            path = Path(self._spec.state_dir) / METRICS_FILE
-            told = json.dumps(find_evaluation(path, self._spec.run_id, step)).encode()
-        values = json.loads(broadcast_bytes(told, 0, self._place))
+        path = Path(self._spec.state_dir) / METRICS_FILE
+        values = recall_evaluation(path, self._spec.run_id, step, self._place)
         epochs = (self._plan.epochs_done(self._plan.start_of(stop)), self._plan.epochs_done(stop))
         evaluation.take_up(step, values, was_due=step > 0 and evaluation.due(step, *epochs))
 

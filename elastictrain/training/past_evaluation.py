@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from elastictrain.training.collectives import broadcast_bytes
+from elastictrain.training.device import Place
+
 BLOCK_BYTES = 1 << 20
 
 
@@ -40,6 +43,13 @@ def find_evaluation(metrics: Path, run_id: str, global_step: int) -> dict[str, f
     except FileNotFoundError:
         pass
     return None
+
+
+def recall_evaluation(metrics: Path, run_id: str, global_step: int, place: Place) -> dict[str, float] | None:
+    """What rank zero finds, on every rank. Collective."""
+    found = find_evaluation(metrics, run_id, global_step) if place.is_rank_zero else None
+    told: dict[str, float] | None = json.loads(broadcast_bytes(json.dumps(found).encode(), 0, place))
+    return told
 
 
 def _backwards(file: BinaryIO) -> Iterator[bytes]:
