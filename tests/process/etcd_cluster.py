@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import urllib3
 
-from elastictrain.rendezvous.client import EtcdClient, EtcdError
-from elastictrain.rendezvous.settings import EtcdSettings
+from elastictrain.kv.client import EtcdClient, EtcdError
+from elastictrain.kv.settings import EtcdSettings
 from tests.process.helpers import wait_until
 
 NEEDS_ETCD = pytest.mark.skipif(

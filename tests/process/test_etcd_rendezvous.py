@@ -27,12 +27,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
+from elastictrain.kv.client import EtcdClient
+from elastictrain.kv.settings import EtcdSettings
 from elastictrain.rendezvous.backend import PREFIX, EtcdBackend, EtcdRefusesError, RoundStore
-from elastictrain.rendezvous.client import EtcdClient
 from elastictrain.rendezvous.codec import decode, encode
 from elastictrain.rendezvous.entry import BACKEND
 from elastictrain.rendezvous.holder import EtcdStateHolder
-from elastictrain.rendezvous.settings import EtcdSettings
 from tests.process.etcd_cluster import NEEDS_ETCD, Cluster, etcd
 from tests.process.helpers import ROOT, all_gone, descendants, wait_until
 

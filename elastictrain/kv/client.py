@@ -19,7 +19,7 @@ from typing import Any
 import urllib3
 
 from elastictrain.errors import ConfigError
-from elastictrain.rendezvous.settings import EtcdSettings
+from elastictrain.kv.settings import EtcdSettings
 
 _INVALID_ARGUMENT, _NOT_FOUND, _PERMISSION_DENIED, _UNAUTHENTICATED = 3, 5, 7, 16
 _REFUSALS = {_INVALID_ARGUMENT, _NOT_FOUND, _PERMISSION_DENIED, 9, 11, _UNAUTHENTICATED}
