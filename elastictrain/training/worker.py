@@ -1,7 +1,7 @@
 """What a rank does, from its start to its end. `training.start` is the entry point, which needs no torch.
 
-Whatever ends a rank is written down before it goes: an outcome by rank zero, or an error report by the rank that
-failed, which also keeps its state (`training.parting`). The exit code says whether a restart can help.
+Whatever ends a rank is written down before it goes: an outcome by each node's first rank, or an error report by the
+rank that failed, which also keeps its state (`training.parting`). The exit code says whether a restart can help.
 """
 
 from __future__ import annotations
@@ -105,12 +105,15 @@ class _Worker:
         ) as place:
             self._session = session = make_session(self._spec, place, seed=config.seed)
             grace_s = config.supervisor.teardown_timeout_s
-            self._termination = Termination(session, self._run_dir, self._parent_pid, grace_s)
+            self._termination = Termination(
+                session, self._run_dir, self._parent_pid, grace_s, others=self._spec.group.others
+            )
             self._termination.begin()
             self._job = Job(self._spec, session, self._log)
             outcome = self._job.run()
-            if place.is_rank_zero:
+            if place.local_rank == 0:  # every node's supervisor wants to know
                 write_json(self._run_dir / OUTCOME_FILE, asdict(outcome))
+            if place.is_rank_zero:
                 self._log.info("training_ended", reason=outcome.reason)
 
     def _leave(self, error: BaseException) -> int:
