@@ -1,6 +1,6 @@
 """A key-value store in a process of its own, for jobs whose nodes have no etcd to agree through.
 
-    python -m elastictrain.kv.server ADDRESS PORT [--ready-fd FD] [--parent-pid PID]
+    python -m elastictrain.kv.server (ADDRESS PORT | --listen-fd FD...) [--ready-fd FD] [--parent-pid PID]
 
 It speaks the part of etcd's v3 JSON gateway that `EtcdClient` uses, over HTTP/1.1 with keep-alive, and keeps everything
 in memory: when the process ends, its keys are gone, and nodes write theirs again. It ends with its parent, and on
@@ -221,11 +221,24 @@ class _Parser(argparse.ArgumentParser):
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="python -m elastictrain.kv.server", description="A key-value store for one job's nodes.")
-    parser.add_argument("address", metavar="ADDRESS", help="name or IP address of this host to listen on")
-    parser.add_argument("port", metavar="PORT", type=int, help="0 lets the system choose")
+    parser.add_argument("address", metavar="ADDRESS", nargs="?", help="name or IP address of this host to listen on")
+    parser.add_argument("port", metavar="PORT", type=int, nargs="?", help="0 lets the system choose")
+    parser.add_argument("--listen-fd", metavar="FD", type=int, nargs="+", help="sockets of the parent's that listen")
     parser.add_argument("--ready-fd", metavar="FD", type=int, help="write the port there, as a line, once it listens")
     parser.add_argument("--parent-pid", metavar="PID", type=int, help="end with this process, the parent")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if (arguments.port is None) == (arguments.listen_fd is None):
+        parser.error("give ADDRESS and PORT, or --listen-fd")
+    return arguments
+
+
+def _listening(arguments: argparse.Namespace) -> list[socket.socket]:
+    if arguments.listen_fd is None:
+        return listen(arguments.address, arguments.port)
+    try:
+        return [socket.socket(fileno=fd) for fd in arguments.listen_fd]
+    except OSError as error:
+        raise UsageError(f"--listen-fd names what is no socket: {error.strerror}") from error
 
 
 async def _serve(listening: Sequence[socket.socket], max_connections: int, ready_fd: int | None) -> None:
@@ -256,7 +269,7 @@ def main(argv: Sequence[str]) -> int:
         max_connections = MAX_CONNECTIONS
         if most_files != resource.RLIM_INFINITY:
             max_connections = max(1, min(MAX_CONNECTIONS, most_files - SPARE_FILES))
-        asyncio.run(_serve(listen(arguments.address, arguments.port), max_connections, arguments.ready_fd))
+        asyncio.run(_serve(_listening(arguments), max_connections, arguments.ready_fd))
     except ElasticTrainError as error:
         print(error, file=sys.stderr, flush=True)
         return error.exit_code
