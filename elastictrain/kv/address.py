@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 
 import psutil
@@ -21,7 +22,9 @@ def listen(address: str, port: int) -> list[socket.socket]:
     A port in use a moment ago by a process that is gone is free (SO_REUSEADDR); one on which a process listens is not.
 
     Args:
-        address: name or IP address of this host; `0.0.0.0` or `::` for all.
+        address: name or IP address of this host; `0.0.0.0` (IPv4) or `::` (IPv6) for all. A name that leads to a
+            loopback address alone, as many a distribution has it for the host's own name, stands for all as well: the
+            other nodes, to which it leads elsewhere, could not reach the store otherwise. `localhost` stays what it is.
         port: 0 lets the system choose.
 
     Raises:
@@ -53,16 +56,14 @@ def listen(address: str, port: int) -> list[socket.socket]:
 
 
 def holder_of(port: int) -> str:
-    """Who listens on a port, as far as this user may know: for an error's text; empty if that cannot be known."""
+    """Who has a port, as far as this user may know: for an error's text; empty if that cannot be known."""
     try:
-        found = [
-            one
-            for one in psutil.net_connections("tcp")
-            if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port
-        ]
+        found = [one for one in psutil.net_connections("tcp") if one.laddr and one.laddr.port == port]
     except (psutil.Error, OSError):
         return ""
-    pids = sorted({one.pid for one in found if one.pid is not None})
+    # A connection to elsewhere that got the port by chance is in the way too; one that was accepted here is not.
+    listeners = [one for one in found if one.status == psutil.CONN_LISTEN]
+    pids = sorted({one.pid for one in listeners or found if one.pid is not None})
     return ", ".join(f"process {pid} ({' '.join(command_of(pid))[:200]})" for pid in pids)
 
 
@@ -76,13 +77,26 @@ def _resolve(address: str, port: int) -> list[tuple[int, tuple[str, int, *tuple[
         raise ConfigError(
             f"the store cannot listen on {address!r}: {reason}", "Give a name or an address of this host."
         ) from error
+    if _is_name(address) and all(ipaddress.ip_address(place[0]).is_loopback for *_, place in found):
+        found = socket.getaddrinfo(None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return list(dict.fromkeys((family, place) for family, _, _, _, place in found))  # type: ignore[misc]
+
+
+def _is_name(address: str) -> bool:
+    try:
+        ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address.rstrip(".").rpartition(".")[2] != "localhost"
+    return False
 
 
 def _bound(family: int, place: tuple[str | int, ...]) -> socket.socket:
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            # Else `::` takes the port of IPv4 as well, which has a socket of its own.
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         # Accepted connections inherit these.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
@@ -106,7 +120,7 @@ def _explained(error: OSError, address: str, port: int) -> Exception:
     if error.errno == errno.EADDRINUSE:
         holder = holder_of(port)
         return BusyError(
-            f"the store cannot listen on {address}:{port}: {holder or 'another process'} listens there",
+            f"the store cannot listen on {address}:{port}: {holder or 'another process'} has that port",
             "End it, or take another port in the rendezvous endpoint, on all nodes.",
         )
     if error.errno in (errno.EACCES, errno.EPERM):

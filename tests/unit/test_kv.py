@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 from base64 import b64encode
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastictrain.kv import store as store_module
+from elastictrain.kv.address import listen
 from elastictrain.kv.gateway import Gateway
 from elastictrain.kv.store import LeaseNotFoundError, Range, ServingClock, Store, StoreFullError
 
@@ -182,3 +184,35 @@ def test_a_transaction_that_cannot_be_finished_is_not_begun() -> None:
 def test_a_body_nested_too_deeply_is_refused() -> None:
     answer = Gateway(Store()).answer("kv/put", b"[" * 100_000, 0.0)
     assert answer.status == 400
+
+
+# ---- where it listens
+
+
+def _addresses(monkeypatch: pytest.MonkeyPatch, name: str, leads_to: dict[str, list[str]]) -> list[str]:
+    """The addresses on which a store listens, where names lead to these."""
+    real = socket.getaddrinfo
+
+    def look_up(host: str | None, port: int, **options: Any) -> Any:
+        return [found for address in leads_to.get(host or "", [host]) for found in real(address, port, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    sockets = listen(name, 0)
+    found = [one.getsockname()[:2] for one in sockets]
+    for one in sockets:
+        one.close()
+    assert len({port for _, port in found}) == 1
+    return sorted(address for address, _ in found)
+
+
+def test_a_host_whose_name_leads_to_loopback_is_reached_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "0.0.0.0" in _addresses(monkeypatch, "node-7", {"node-7": ["127.0.1.1"]})
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
+def test_who_says_loopback_means_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert _addresses(monkeypatch, name, {"localhost": ["127.0.0.1"]}) == ["127.0.0.1"]
+
+
+def test_addresses_of_other_hosts_are_passed_over_where_one_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _addresses(monkeypatch, "node-7", {"node-7": ["203.0.113.1", "127.0.0.2"]}) == ["127.0.0.2"]
