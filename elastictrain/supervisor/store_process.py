@@ -27,8 +27,8 @@ from elastictrain.supervisor.output import Event, parse_line
 
 READY_S = 30.0
 """How long a process may take until it serves: it imports aiohttp, on a host that may be busy."""
-PORT_WAIT_S = 10.0
-"""How long the store of a supervisor that was killed may take to be gone."""
+PORT_WAIT_S = 3.0
+"""How long the store of a supervisor that was killed may take to be gone: the kernel ends both at once."""
 PORT_POLL_S = 0.1
 CLOSE_S = 3.0
 FIRST_PAUSE_S = 0.1
