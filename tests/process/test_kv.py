@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import re
 import signal
@@ -10,7 +12,9 @@ import subprocess
 import threading
 from base64 import b64encode
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastictrain.errors import BusyError, ConfigError, UsageError
+from elastictrain.kv import server as server_module
+from elastictrain.kv.address import listen
 from elastictrain.kv.client import (
     EtcdClient,
     EtcdError,
@@ -29,8 +35,10 @@ from elastictrain.kv.client import (
     EtcdUnavailableError,
     Stored,
 )
-from elastictrain.kv.server import MAX_BODY_BYTES
+from elastictrain.kv.server import MAX_BODY_BYTES, StoreServer
 from elastictrain.kv.settings import EtcdSettings
+from elastictrain.kv.store import Store
+from elastictrain.logs import make_logger
 from tests.process.etcd_cluster import NEEDS_ETCD, etcd, free_ports
 from tests.process.helpers import wait_until
 from tests.process.store_server import COMMAND, Served, store_server
@@ -493,6 +501,75 @@ def test_connections_above_the_limit_are_closed_and_the_others_served(tmp_path: 
     finally:
         server.kill()
         server.wait()
+
+
+@contextmanager
+def _in_thread(server: StoreServer) -> Iterator[int]:
+    """Serves in a thread of this process, so that the test can reach what is inside; gives the port."""
+    (listening,) = listen("127.0.0.1", 0)
+    began: Future[Callable[[], Any]] = Future()  # to what ends it
+
+    async def serve() -> None:
+        told, loop = asyncio.Event(), asyncio.get_running_loop()
+        await server.open([listening])
+        began.set_result(partial(loop.call_soon_threadsafe, told.set))
+        await told.wait()
+        await server.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(lambda: asyncio.run(serve()))
+        end = began.result(60)
+        try:
+            yield int(listening.getsockname()[1])
+        finally:
+            end()
+        serving.result(60)
+
+
+def test_a_connection_that_says_nothing_is_closed_and_one_that_asks_is_not() -> None:
+    with (
+        _in_thread(StoreServer(Store(), make_logger(io.StringIO()), idle_s=1.0)) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=60) as silent,
+        socket.create_connection(("127.0.0.1", port), timeout=60) as dribbling,
+    ):
+        pool = urllib3.HTTPConnectionPool("127.0.0.1", port, maxsize=1, block=True, retries=False, timeout=60)
+        dribbling.sendall(b"POST /v3/kv/put HTTP/1.1\r\nHost: x\r\n")
+        silent.setblocking(False)
+
+        def is_closed() -> bool:
+            assert pool.request("POST", "/v3/kv/txn", body=b"{}").status == 200
+            try:
+                return silent.recv(1) == b""
+            except BlockingIOError:
+                return False
+            except ConnectionError:
+                return True
+
+        wait_until(is_closed)
+        with suppress(ConnectionError):
+            assert dribbling.recv(1) == b""
+        assert pool.num_connections == 1
+        pool.close()
+
+
+def test_a_body_that_does_not_come_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "BODY_S", 0.1)
+    head = b"POST /v3/kv/put HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n{"
+    with _in_thread(StoreServer(Store(), make_logger(io.StringIO()))) as port:
+        assert _exchange(port, head, is_all=False).split(b" ")[1] == b"400"
+
+
+def test_a_defect_costs_one_request_and_is_logged() -> None:
+    class Broken(Store):
+        def get(self, wanted: Any) -> Any:
+            raise RuntimeError("oops")
+
+    log = io.StringIO()
+    with _in_thread(StoreServer(Broken(), make_logger(log))) as port:
+        status, answer = _post(f"http://127.0.0.1:{port}", "kv/range", {"key": _b("a")})
+        assert (status, answer["code"]) == (500, 13)
+        assert _post(f"http://127.0.0.1:{port}", "kv/txn", {})[0] == 200
+    assert json.loads(log.getvalue())["error"] == "RuntimeError('oops')"
 
 
 def _works(request: Callable[[], Any]) -> bool:
