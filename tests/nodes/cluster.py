@@ -21,6 +21,7 @@ from types import TracebackType
 
 import pytest
 
+from tests.nodes.etcd import EtcdOnNodes
 from tests.nodes.network import Network
 from tests.nodes.node import Node
 from tests.process.helpers import ROOT
@@ -78,6 +79,18 @@ class Cluster:
 
     def __getitem__(self, index: int) -> Node:
         return self.nodes[index]
+
+    def etcd(self, num_members: int, folder: Path) -> EtcdOnNodes:
+        """A real etcd with a member on each of the first nodes, ready.
+
+        Args:
+            num_members: on how many nodes.
+            folder: for the members' data and logs, which a killed node finds again when it boots.
+        """
+        members = EtcdOnNodes(self.nodes[:num_members], folder)
+        members.start()
+        members.wait_ready()
+        return members
 
     def cut_between(self, some: Iterable[Node], others: Iterable[Node]) -> None:
         """A partition: silence between each of some and each of the others. Holds over a `boot`."""
