@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.rendezvous.client import EtcdClient, EtcdError
+from elastictrain.kv.client import EtcdClient, EtcdError
 from tests.nodes.cluster import Cluster, skip_unless_possible
 from tests.nodes.etcd import EtcdOnNodes
 from tests.nodes.node import Node
