@@ -151,6 +151,11 @@ class Node:
         namespaces = self.namespaces
         return [p for p in psutil.process_iter() if p.pid != namespaces.init and namespaces.holds(p.pid)]
 
+    def tcp_counter(self, name: str) -> int:
+        """What its kernel counts under this name in /proc/net/snmp, such as RetransSegs or OutRsts."""
+        table = [line.split() for line in self.run(["cat", "/proc/net/snmp"]).splitlines() if line.startswith("Tcp:")]
+        return int(dict(zip(*table, strict=True))[name])
+
     # ---- life and death
 
     def boot(self) -> None:
