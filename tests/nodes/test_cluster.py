@@ -138,8 +138,8 @@ def test_a_killed_node_sends_no_farewell(cluster: Cluster, tmp_path: Path) -> No
     talk.goes_on()
     # One that nobody waits for, of a session of its own, is a process of the node all the same.
     server.run(["sh", "-c", "setsid --fork sleep 1000 > /dev/null 2>&1"])
+    wait_until(lambda: {p.name() for p in server.processes()} == {Path(sys.executable).name, "sleep"})
     processes = server.processes()
-    assert {p.name() for p in processes} == {Path(sys.executable).name, "sleep"}
 
     server.kill()
     assert not any(p.is_running() for p in processes)
