@@ -41,7 +41,7 @@ def make_team(job: LoadedJob, state: StateDir, lineage: Lineage, sink: EventSink
         num_ranks=config.elastic.nproc_per_node,
         must_agree=must_agree(job),
     )
-    store = StoreProcess(endpoint.host, endpoint.port) if endpoint.is_here else None
+    store = StoreProcess(endpoint.host, endpoint.port, sink) if endpoint.is_here else None
     return Muster(
         me,
         EtcdClient(endpoint.settings),

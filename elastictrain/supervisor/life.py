@@ -109,6 +109,7 @@ class Life:
         on_line: gets every line that the ranks print.
         on_look: called whenever the ranks' records were read.
         emit: takes events.
+        spared: children of this process that whoever collects orphans must not collect.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Life:
         on_line: Callable[[Line], None],
         on_look: Callable[[Life], None],
         emit: Emit,
+        spared: Callable[[], frozenset[int]],
     ) -> None:
         self.incarnation = incarnation
         self.started_s = time.monotonic()
@@ -132,6 +134,7 @@ class Life:
         self._state_dir = state_dir
         self._on_look = on_look
         self._emit = emit
+        self._spared = spared
         first_rank = incarnation.group.first_rank
         self._watch = Watch(incarnation.run_dir, incarnation.num_ranks, self.started_s, first_rank)
         self._outputs = [RankOutput(incarnation.run_dir, i, on_line) for i in range(incarnation.num_ranks)]
@@ -198,7 +201,7 @@ class Life:
             for output in self._outputs:
                 output.close()
             self._watch.close()
-            reap_orphans(frozenset(pid for pid in [self._launcher.pid] if pid is not None))
+            reap_orphans(self._spared())
 
     async def _let_leave(self) -> None:
         """Where the agent was lost, its ranks keep their state and go; nobody stays."""

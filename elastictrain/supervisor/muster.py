@@ -36,7 +36,7 @@ from elastictrain.core.membership import (
     regroup_reason,
 )
 from elastictrain.core.status import NodeView, RankView
-from elastictrain.errors import ConfigError
+from elastictrain.errors import BusyError, ConfigError
 from elastictrain.kv.client import EtcdClient, EtcdError, EtcdLeaseGoneError, Stored
 from elastictrain.supervisor.store_process import StoreProcess
 from elastictrain.supervisor.team import Assignment, Orders
@@ -201,8 +201,28 @@ class Muster:
     async def open(self, orders: Orders) -> None:
         self._orders = orders
         if self._store is not None:
-            await self._store.open()
+            await self._open_store(self._store)
         self._task = asyncio.create_task(self._run())
+
+    async def _open_store(self, store: StoreProcess) -> None:
+        try:
+            await store.open()
+        except BusyError:
+            # Another supervisor of the same job on this host, with a state directory of its own, may serve it already.
+            self._store = None
+            if not await self._in_thread(self._is_served):
+                raise
+
+    def _is_served(self) -> bool:
+        try:
+            self._client.get(self._key_of_plan)
+        except EtcdError:
+            return False
+        return True
+
+    @property
+    def pids(self) -> frozenset[int]:
+        return frozenset(pid for pid in [self._store.pid if self._store is not None else None] if pid is not None)
 
     def stand(self, standing: Standing, reason: str = "") -> None:
         self._standing, self._reason = standing, reason

@@ -194,12 +194,17 @@ class Supervisor:
             on_line=self._on_line,
             on_look=self._on_look,
             emit=self.emit,
+            spared=self._own_children,
         )
         try:
             end = await self._life.run()
         finally:
             self._life = None
         await self._after_life(end, incarnation)
+
+    def _own_children(self) -> frozenset[int]:
+        launcher = self._launcher.pid
+        return self._team.pids | (frozenset() if launcher is None else {launcher})
 
     async def _assemble(self) -> Assignment | None:
         """Waits for the nodes that it takes; None if told to stop meanwhile."""

@@ -61,6 +61,10 @@ class Team(Protocol):
     def other_ranks(self) -> tuple[RankView, ...]:
         """The ranks of the other nodes, as their supervisors said last."""
 
+    @property
+    def pids(self) -> frozenset[int]:
+        """Processes of its own, which whoever collects orphans must spare."""
+
     async def open(self, orders: Orders) -> None:
         """Begins to look out for the others."""
 
@@ -87,6 +91,7 @@ class Alone:
     waits_for = ""
     nodes: tuple[NodeView, ...] = ()
     other_ranks: tuple[RankView, ...] = ()
+    pids: frozenset[int] = frozenset()
 
     async def open(self, orders: Orders) -> None: ...
 
