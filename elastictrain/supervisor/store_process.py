@@ -35,7 +35,7 @@ FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
 STEADY_S = 30.0
 """After a process that lived so long, the pauses begin anew with the first."""
-PROBE_S = 3.0
+PROBE_S = 2.0
 """A process that runs is asked so often, and has as long to answer."""
 NUM_SILENT_PROBES = 5
 """In a row, after which it is replaced. Probes, not seconds: a machine that was suspended has missed one of them."""
