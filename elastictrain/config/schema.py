@@ -234,6 +234,11 @@ class ElasticConfig(Section):
         """Whether other nodes may take part."""
         return self.rendezvous != "local"
 
+    @field_validator("nodes", mode="before")
+    @classmethod
+    def _take_a_number_of_nodes(cls, nodes: Any) -> Any:
+        return str(nodes) if isinstance(nodes, int) and not isinstance(nodes, bool) else nodes
+
     @field_validator("nodes")
     @classmethod
     def _check_nodes(cls, nodes: str) -> str:

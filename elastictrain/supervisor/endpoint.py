@@ -69,10 +69,18 @@ def endpoint_of(config: ElasticConfig) -> Endpoint:
     options = {"request_timeout_s": request_s}
     if scheme == "etcd":
         options |= config.etcd.model_dump(exclude_none=True)
-    settings = parse_settings(places, options)
+    try:
+        settings = parse_settings(places, options)
+    except ConfigError as error:
+        raise ConfigError(_of_job_file(error.what), _of_job_file(error.hint)) from error
     first = settings.endpoints[0].partition("://")[2]
     host, _, port = first.rpartition(":")
     return Endpoint(settings, host.strip("[]"), int(port), scheme == "c10d")
+
+
+def _of_job_file(text: str) -> str:
+    """An error about torchrun's options, in the words of job.toml."""
+    return text.replace("--rdzv-endpoint", "elastic.rendezvous").replace("--rdzv-conf", "[elastic.etcd]")
 
 
 def _addresses(host: str) -> list[str]:

@@ -47,6 +47,8 @@ CALM_S = 0.5
 BUSY_S = 0.1
 """The same while a worker group is being put together."""
 MIN_LEASE_S = 30
+SERVED_TRIES = 5
+"""How often to ask whether it is a store that listens where ours should: it may be on its way up."""
 FAREWELL_S = 10.0
 """How long to wait, at the end, for the others to hear of it."""
 
@@ -135,7 +137,7 @@ class Muster:
         self._turn = 0
         self._standing = Standing.WARMING
         self._reason = "its supervisor has just started"
-        self._listener = _listen(me.address)
+        self._listener: socket.socket | None = None
         self._sightings = Sightings(gap_s=max(2 * CALM_S, node_timeout_s / 2))
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._lease: int | None = None
@@ -210,8 +212,10 @@ class Muster:
         except BusyError:
             # Another supervisor of the same job on this host, with a state directory of its own, may serve it already.
             self._store = None
-            if not await self._in_thread(self._is_served):
-                raise
+            for _ in range(SERVED_TRIES):
+                if await self._in_thread(self._is_served):
+                    return
+            raise
 
     def _is_served(self) -> bool:
         try:
@@ -238,6 +242,8 @@ class Muster:
         """
         self._is_ordered = False
         self._assembled = asyncio.get_running_loop().create_future()
+        if self._listener is None:
+            self._listener = _listen(self._me.address)
         self.stand(Standing.READY)
         try:
             return await self._assembled
@@ -291,7 +297,9 @@ class Muster:
             with contextlib.suppress(EtcdError):
                 await self._in_thread(lambda: self._client.delete(self._key(self._me.node)))
         self._executor.shutdown(wait=False, cancel_futures=True)
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
         if self._store is not None:
             await self._store.close()
 
@@ -311,7 +319,7 @@ class Muster:
             num_ranks=self._me.num_ranks,
             standing=self._standing,
             number=self._number,
-            store_port=self._listener.getsockname()[1],
+            store_port=self._store_port,
             lineage=self._lineage,
             must_agree=dict(self._me.must_agree),
             reason=self._reason,
@@ -442,7 +450,7 @@ class Muster:
     async def _line_up(self, now_s: float) -> None:
         plan = self._plan
         if plan is not None and plan.number > self._number and (place := plan.place_of(self._me.node)) is not None:
-            if plan.members[place].store_port == self._listener.getsockname()[1]:
+            if plan.members[place].store_port == self._store_port:
                 self._take(plan, place)
             else:
                 self._number = plan.number  # of an earlier life of this supervisor: that part is over
@@ -480,14 +488,14 @@ class Muster:
         self._standing, self._reason = Standing.RUNNING, f"takes part in {plan.attempt}"
         listener = None
         if place == 0 and len(plan.members) > 1:
-            listener = self._listener
-        elif place == 0:
-            self._listener.close()
-        if place == 0:
-            self._listener = _listen(self._me.address)
+            listener, self._listener = self._listener, None
         if self._assembled is not None and not self._assembled.done():
             self._assembled.set_result(Assignment(plan, place, listener))
         self._poke.set()
+
+    @property
+    def _store_port(self) -> int:
+        return int(self._listener.getsockname()[1]) if self._listener is not None else 0
 
     # ---- the store
 

@@ -56,7 +56,7 @@ TELL_ALL_S = 2.0
 """How long to try to tell the other nodes of a stop; each can be told by itself as well."""
 ASSEMBLY_LOOK_S = 0.5
 """How often what is being waited for is put into words anew."""
-_STAMPS = ("event", "level", "timestamp")
+_STAMPS = ("event", "level", "timestamp", "attempt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +351,7 @@ class Supervisor:
                 "level": SHOWN[kind],
                 "timestamp": datetime.now(UTC).isoformat(),
                 "incarnation": self._number,
+                "attempt": self._attempt,
             }
             self._show(Event(kind, {**fields, **stamps}))
 

@@ -66,7 +66,9 @@ class _Worker:
         self._spec = spec = RunSpec.read(run_dir)
         self._rank = int(os.environ.get("RANK", "0"))
         output = start.LastingOutput(run_dir, int(os.environ.get("LOCAL_RANK", "0")))
-        self._log = make_logger(output, stamp=self._stamp, rank=self._rank, incarnation=spec.incarnation)
+        self._log = make_logger(
+            output, stamp=self._stamp, rank=self._rank, incarnation=spec.incarnation, attempt=spec.group.attempt
+        )
         self._session: Session | None = None
         self._termination: Termination | None = None
         self._job: Job | None = None
