@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.nodes.clock import shifted_clock
 from tests.nodes.cluster import Cluster, skip_unless_possible
 from tests.nodes.node import Node
 from tests.nodes.process import NodeProcess
@@ -191,12 +193,30 @@ def test_a_function_of_the_test_is_called_on_the_network_of_a_node(cluster: Clus
     assert addresses() == mine
 
 
+def test_a_clock_that_is_wrong_is_wrong_for_programs_and_right_for_durations(cluster: Cluster, tmp_path: Path) -> None:
+    script = "import time, datetime as d; print(time.time(), d.datetime.now().timestamp(), time.monotonic())"
+    for shift_s in (-3600, 3600):
+        before_s, before_monotonic_s = time.time(), time.monotonic()
+        process = cluster[0].popen(
+            [sys.executable, "-c", script],
+            env={**os.environ, **shifted_clock(tmp_path, shift_s)},
+            stdout=subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        wall_s, date_s, monotonic_s = map(float, process.stdout.read().split())
+        for shifted_s in (wall_s, date_s):
+            # A date holds whole microseconds.
+            assert before_s - 1e-5 < shifted_s - shift_s < time.time() + 1e-5
+        assert before_monotonic_s <= monotonic_s <= time.monotonic()
+
+
 @pytest.mark.parametrize("paused", [False, True])
 def test_nothing_outlives_a_killed_test(tmp_path: Path, paused: bool) -> None:
     skip_unless_possible()
     script = f"""
 import sys, time
 from pathlib import Path
+from tests.nodes.clock import shifted_clock
 from tests.nodes.cluster import Cluster
 with Cluster(2, shared=[Path({str(tmp_path)!r})]) as cluster:
     for node in cluster:
