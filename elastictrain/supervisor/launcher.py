@@ -124,7 +124,8 @@ class Launcher:
         while True:
             self.open()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._is_ready.wait(), READY_LOOK_S)
+                async with asyncio.timeout(READY_LOOK_S):
+                    await self._is_ready.wait()
                 return
 
     def launch(

@@ -180,7 +180,8 @@ class Life:
         try:
             while not self.incarnation.has_ended:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._woken.wait(), self._pause_s(time.monotonic()))
+                    async with asyncio.timeout(self._pause_s(time.monotonic())):
+                        await self._woken.wait()
                 self._woken.clear()
                 if not is_told and self.incarnation.agent_pid is not None:
                     is_told = True

@@ -336,7 +336,8 @@ class Muster:
                 self._changed.notify_all()
             interval_s = BUSY_S if self._standing not in (Standing.RUNNING, Standing.AWAY) else CALM_S
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._poke.wait(), interval_s)
+                async with asyncio.timeout(interval_s):  # unlike `wait_for` of 3.11 it never swallows a cancellation
+                    await self._poke.wait()
 
     async def _look(self) -> None:
         self._turn += 1

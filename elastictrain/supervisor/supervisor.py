@@ -339,7 +339,8 @@ class Supervisor:
     async def _wait_for_change(self, timeout_s: float | None) -> None:
         self._changed.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
 
     def emit(self, kind: str, /, **fields: Any) -> None:
         """Keeps an event, and shows it where it matters. A sink that fails costs the record, never the training."""
@@ -467,7 +468,8 @@ class Supervisor:
 
     async def stop(self, reason: str) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._team.stop_all(reason), TELL_ALL_S)
+            async with asyncio.timeout(TELL_ALL_S):
+                await self._team.stop_all(reason)
         self._stop(reason)
 
     async def checkpoint(self, timeout_s: float) -> int:
