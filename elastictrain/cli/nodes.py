@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elastictrain.cli.agreement import must_agree, node_name
 from elastictrain.core.membership import Bounds, Lineage
@@ -30,6 +30,10 @@ def make_team(job: LoadedJob, state: StateDir, lineage: Lineage, sink: EventSink
     Raises:
         ConfigError: the rendezvous cannot be used as it is configured.
     """
+
+    def emit(kind: str, /, **fields: Any) -> None:
+        sink.append(kind, fields)
+
     config = job.config
     endpoint = endpoint_of(config.elastic)
     host = socket.gethostname()
@@ -57,5 +61,5 @@ def make_team(job: LoadedJob, state: StateDir, lineage: Lineage, sink: EventSink
         lineage=lineage,
         last_number=state.last_number,
         store=store,
-        emit=lambda kind, **fields: sink.append(kind, fields),
+        emit=emit,
     )

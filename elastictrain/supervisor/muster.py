@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -65,12 +65,14 @@ class _Record:
         turn: counts up.
         about: what it says of itself.
         ranks: for show.
+        news: the last that rank zero has said of each kind, where it is on this node.
     """
 
     life: str
     turn: int
     about: Node
     ranks: tuple[RankView, ...] = ()
+    news: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 _RECORD = TypeAdapter(_Record)
@@ -144,6 +146,7 @@ class Muster:
         self._lease_renewed_s = float("-inf")
         self._others: dict[str, _Record] = {}
         self._living: list[Node] = []
+        self._news: dict[str, dict[str, Any]] = {}
         self._plan: Plan | None = None
         self._plan_revision = 0
         self._mine: Plan | None = None
@@ -343,7 +346,9 @@ class Muster:
         self._turn += 1
         orders = self._orders
         assert orders is not None
-        record = _Record(self._life, self._turn, self._about(), tuple(orders.rank_views()))
+        has_rank_zero = self._mine is not None and self._mine.place_of(self._me.node) == 0
+        news = orders.news() if has_rank_zero else {}
+        record = _Record(self._life, self._turn, self._about(), tuple(orders.rank_views()), news)
         value = json.dumps(asdict(record)).encode()
         found = await self._in_thread(lambda: self._exchange(value))
         now_s = time.monotonic()
@@ -389,6 +394,8 @@ class Muster:
         self._living = [self._about()] + [
             record.about for name, record in others.items() if self._sightings.silent_s(name, now_s) < self._timeout_s
         ]
+        if self._mine is not None and (first := others.get(self._mine.members[0].node)) is not None:
+            self._hear_news(first.news)
         of_plan = found.get(self._key_of_plan)
         self._plan, self._plan_revision = None, 0
         if of_plan is not None:
@@ -398,6 +405,13 @@ class Muster:
         ready = frozenset(node.node for node in self._living if node.standing is Standing.READY)
         if ready != self._ready[0]:
             self._ready = (ready, now_s)
+
+    def _hear_news(self, news: Mapping[str, dict[str, Any]]) -> None:
+        """What rank zero says, every node keeps: whoever asks, and whoever is left, knows how far the job was."""
+        for kind, fields in news.items():
+            if self._news.get(kind) != fields:
+                self._news[kind] = fields
+                self._emit(kind, **fields)
 
     async def _act(self, orders: Orders, now_s: float) -> None:
         plan = self._plan

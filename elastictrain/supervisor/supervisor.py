@@ -41,6 +41,8 @@ FORWARDED = frozenset(
     {"restored", "progress", "snapshot_taken", "snapshot_at_failure", "snapshot_durable", "evaluated"}
 )
 """Events of the ranks that are kept as they come."""
+OF_ALL_NODES = frozenset({"progress", "snapshot_taken", "snapshot_durable", "evaluated"})
+"""Those of them that rank zero says for all: other nodes keep them as well."""
 SHOWN = {
     "incident_opened": "error",
     "rank_killed": "warning",
@@ -126,6 +128,7 @@ class Supervisor:
         self._num_signals = 0
         self._furthest: int | None = None
         self._said = Said(config)
+        self._news: dict[str, dict[str, Any]] = {}
         self._snapshot_wanted = False
         self._launcher = Launcher(
             state_dir, fork=config.elastic.fast_restart, grace_s=config.supervisor.teardown_timeout_s
@@ -393,8 +396,11 @@ class Supervisor:
         if line.name in ("snapshot_left_out", "snapshot_failed") and self._snapshot_wanted and self._life is not None:
             self._life.incarnation.board.ask_for_snapshot()
         if line.name in FORWARDED:
+            fields = {key: value for key, value in line.fields.items() if key not in _STAMPS}
+            if line.name in OF_ALL_NODES:
+                self._news[line.name] = fields
             with contextlib.suppress(Exception):
-                self._sink.append(line.name, {key: value for key, value in line.fields.items() if key not in _STAMPS})
+                self._sink.append(line.name, fields)
 
     def _on_look(self, life: Life) -> None:
         """The ranks' records were read."""
@@ -449,6 +455,9 @@ class Supervisor:
 
     def rank_views(self) -> Sequence[RankView]:
         return self._said.rank_views(self._life, time.monotonic()) if self._life is not None else ()
+
+    def news(self) -> dict[str, dict[str, Any]]:
+        return self._news
 
     # ---- commands
 
