@@ -22,6 +22,7 @@ from elastictrain.checkpoint import faults
 from elastictrain.checkpoint.file_copy import copy_durably
 from elastictrain.checkpoint.format import MANIFEST_FILE, FileEntry, check_content, parse_name
 from elastictrain.checkpoint.store import (
+    MARK,
     PINS_DIR,
     Progress,
     Source,
@@ -134,19 +135,37 @@ class LocalStore(Store):
         except OSError as error:
             raise _failed(folder, error) from error
 
-    def clean_leftovers(self) -> list[str]:
-        removed: list[str] = []
+    def leftovers(self) -> list[str]:
         if not self.path.is_dir():
-            return removed
+            return []
         try:
-            for path in self.path.iterdir():
-                half_deleted = parse_name(path.name) is not None and not (path / MANIFEST_FILE).exists()
-                if path.is_dir() and (half_deleted or path.name.startswith(_SET_ASIDE) or _is_abandoned(path)):
-                    shutil.rmtree(path, ignore_errors=True)
-                    removed.append(path.name)
+            return sorted(path.name for path in self.path.iterdir() if path.is_dir() and _is_leftover(path))
         except OSError as error:
             raise _failed(self.path, error) from error
-        return sorted(removed)
+
+    def _remove_leftover(self, name: str) -> None:
+        shutil.rmtree(self.path / name, ignore_errors=True)
+
+    def _mark(self, name: str, mark: str) -> None:
+        try:
+            with contextlib.suppress(FileNotFoundError):  # somebody has deleted it
+                (self.path / name / mark).touch()
+        except OSError as error:
+            raise _failed(self.path / name, error) from error
+
+    def _unmark(self, name: str, mark: str) -> None:
+        try:
+            (self.path / name / mark).unlink(missing_ok=True)
+        except OSError as error:
+            raise _failed(self.path / name, error) from error
+
+    def _marks(self, name: str) -> list[str]:
+        try:
+            return [path.name for path in (self.path / name).iterdir() if path.name.startswith(MARK)]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise _failed(self.path / name, error) from error
 
     def _read_pins(self) -> dict[str, bytes]:
         folder = self.path / PINS_DIR
@@ -179,6 +198,12 @@ def _temporary_name(name: str) -> str:
 
 def _host() -> str:
     return re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname()) or "host"
+
+
+def _is_leftover(path: Path) -> bool:
+    """Whether a folder is none that anybody needs: half deleted, set aside, or of a writer that is dead."""
+    half_deleted = parse_name(path.name) is not None and not (path / MANIFEST_FILE).exists()
+    return half_deleted or path.name.startswith(_SET_ASIDE) or _is_abandoned(path)
 
 
 def _is_abandoned(path: Path) -> bool:

@@ -14,7 +14,7 @@ import typer
 from elastictrain.cli.options import DEFAULT_ROOT, JobArgument, SetOption
 from elastictrain.cli.views import JsonView, Output, PrettyView, View
 from elastictrain.config import load_job
-from elastictrain.core.identity import ALLOWABLE
+from elastictrain.core.identity import ALLOWABLE, REWIND
 from elastictrain.errors import UsageError
 from elastictrain.logs import make_logger
 
@@ -60,8 +60,8 @@ def run(
         typer.Option(
             "--allow",
             metavar="NAME",
-            help=f"Let a snapshot differ from this run in NAME ({', '.join(ALLOWABLE)}): this run's value holds. "
-            "Repeatable.",
+            help=f"Let a snapshot differ from this run in NAME ({', '.join(n for n in ALLOWABLE if n != REWIND)}): "
+            f"this run's value holds. {REWIND}: go on from an older one where the newest cannot be had. Repeatable.",
         ),
     ] = None,
     service: Annotated[
@@ -88,7 +88,7 @@ def run(
     # Imported here, so that `--help` and completion answer at once.
     import asyncio
 
-    from elastictrain.cli.lineage import find_source
+    from elastictrain.cli.lineage import find_source, with_patience
     from elastictrain.cli.nodes import make_team
     from elastictrain.cli.state_dir import StartOptions, StateDir
     from elastictrain.supervisor.control import ControlSettings
@@ -101,10 +101,17 @@ def run(
         raise UsageError(f"--allow {unknown[0]}: not one of {', '.join(ALLOWABLE)}")
     loaded = load_job(job, overrides or [])
     config = loaded.config
-    state = StateDir(state_dir if state_dir is not None else DEFAULT_ROOT / config.name)
+    state = StateDir(state_dir if state_dir is not None else DEFAULT_ROOT / config.name, _warn)
     options = StartOptions(
         fresh=fresh,
-        source=find_source(source, config.checkpoint.storage_options, _warn) if source is not None else None,
+        source=with_patience(
+            lambda: find_source(source, config.checkpoint.storage_options, _warn),
+            config.checkpoint.storage_timeout_s,
+            _warn,
+            f"--from {source}: the run cannot begin without it.",
+        )
+        if source is not None
+        else None,
         allowed_differences=tuple(allow or ()),
     )
     with state.locked():

@@ -136,6 +136,20 @@ class SnapshotAge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreError:
+    """A durable tier that fails. It is tried again for as long as it takes; training goes on meanwhile."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _DESCRIBED
+
+    error: str
+    """What it failed with last, without secrets."""
+    since: str
+    """Of its first failure since it last worked: ISO 8601, UTC."""
+    lasts_s: float
+    """Seconds since then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshots:
     """The newest snapshot of each tier; null where none is known of."""
 
@@ -145,6 +159,8 @@ class Snapshots:
     """In the memory tier."""
     durable: SnapshotAge | None = None
     """In the durable tier."""
+    store_error: StoreError | None = None
+    """Why nothing becomes durable at present; null since the durable tier last worked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,20 @@ from elastictrain.core.finite import finite
 from elastictrain.core.status import JournalHealth
 from elastictrain.errors import StorageError
 
-THINNED = frozenset({Kind.PROGRESS, Kind.SNAPSHOT_TAKEN, Kind.SNAPSHOT_DURABLE, Kind.EVALUATED})
+THINNED = frozenset(
+    {
+        Kind.PROGRESS,
+        Kind.SNAPSHOT_TAKEN,
+        Kind.SNAPSHOT_DURABLE,
+        Kind.SNAPSHOT_LEFT_OUT,
+        Kind.SNAPSHOT_FAILED,
+        Kind.PERSISTER_RETRYING,
+        Kind.PERSISTER_STALLED,
+        Kind.PERSISTER_FAILED,
+        Kind.STORE_RETRYING,
+        Kind.EVALUATED,
+    }
+)
 MAX_PER_THINNED_KIND = 2_000
 MAX_OTHERS = 5_000
 RECENT = 2_048

@@ -21,6 +21,7 @@ from typing import Any
 from elastictrain import __version__
 from elastictrain.config.schema import JobConfig
 from elastictrain.core import lifecycle
+from elastictrain.core.events import Kind
 from elastictrain.core.lifecycle import State, Trigger
 from elastictrain.core.liveness import StepTimes
 from elastictrain.core.membership import Standing
@@ -38,7 +39,20 @@ from elastictrain.supervisor.settings import budget_of
 from elastictrain.supervisor.team import Alone, Assignment, Team
 
 FORWARDED = frozenset(
-    {"restored", "progress", "snapshot_taken", "snapshot_at_failure", "snapshot_durable", "evaluated"}
+    {
+        Kind.RESTORED,
+        Kind.PROGRESS,
+        Kind.SNAPSHOT_TAKEN,
+        Kind.SNAPSHOT_AT_FAILURE,
+        Kind.SNAPSHOT_DURABLE,
+        Kind.SNAPSHOT_LEFT_OUT,
+        Kind.SNAPSHOT_FAILED,
+        Kind.PERSISTER_RETRYING,
+        Kind.PERSISTER_STALLED,
+        Kind.PERSISTER_FAILED,
+        Kind.STORE_RETRYING,
+        Kind.EVALUATED,
+    }
 )
 """Events of the ranks that are kept as they come."""
 OF_ALL_NODES = frozenset({"progress", "snapshot_taken", "snapshot_durable", "evaluated"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ from elastictrain.logs import Logger
 from elastictrain.protocol import IMPORTS_FILE, METRICS_FILE, REPORTED_FILE, RunSpec
 from elastictrain.training import imports
 from elastictrain.training.checkpointing import Checkpointing, Kept
+from elastictrain.training.collectives import broadcast_bytes
 from elastictrain.training.data import SeededReader, batches
 from elastictrain.training.ema import Ema
 from elastictrain.training.evaluate import Evaluation, Evaluator
@@ -32,6 +34,7 @@ from elastictrain.training.injection import drill_reader, drill_task
 from elastictrain.training.inspection import inspecting
 from elastictrain.training.loop import Loop
 from elastictrain.training.metrics import MetricsWriter
+from elastictrain.training.past_evaluation import find_evaluation
 from elastictrain.training.precision import Precision
 from elastictrain.training.replica import Replica, check_static_graph
 from elastictrain.training.report import Reporter
@@ -138,6 +141,8 @@ class Job:
         self._advise_before_start()
         self._feed = feed = self._make_feed()
         evaluation = self._evaluation()
+        if restored is not None and restored.run_id == self._spec.run_id:
+            self._take_up(evaluation)
         if self._place.is_rank_zero:
             self._writer = self._make_writer()
         timer = DeviceTimer(self._place.device)
@@ -295,6 +300,19 @@ class Job:
             evaluators, every_steps=config.every_steps, every_epochs=config.every_epochs, use_ema=config.use_ema
         )
 
+    def _take_up(self, evaluation: Evaluation) -> None:
+        """What of the evaluation of the step that the run goes on from is there, and what is missing. Collective."""
+        if not evaluation:
+            return
+        step, stop = self._session.global_step, self._session.sample_position
+        told = b"null"
+        if self._place.is_rank_zero:
+            path = Path(self._spec.state_dir) / METRICS_FILE
+            told = json.dumps(find_evaluation(path, self._spec.run_id, step)).encode()
+        values = json.loads(broadcast_bytes(told, 0, self._place))
+        epochs = (self._plan.epochs_done(self._plan.start_of(stop)), self._plan.epochs_done(stop))
+        evaluation.take_up(step, values, was_due=step > 0 and evaluation.due(step, *epochs))
+
     def _make_writer(self) -> MetricsWriter:
         state_dir = Path(self._spec.state_dir)
         board_dir = state_dir / "tensorboard" if self._config.metrics.tensorboard else None
@@ -310,6 +328,7 @@ class Job:
             self._log,
             every_steps=self._config.metrics.every_steps,
             incarnation=self._spec.incarnation,
+            run_id=self._spec.run_id,
             num_workers=self._config.data.num_workers,
             tokens_per_sample=self._task.tokens_per_sample,
             weight_is_tokens=self._task.weight is not None,
