@@ -89,7 +89,10 @@ def run(
 
     from elastictrain.cli.lineage import find_source
     from elastictrain.cli.state_dir import StartOptions, StateDir
+    from elastictrain.core.past import Past
+    from elastictrain.protocol import RunSpec
     from elastictrain.supervisor.control import ControlSettings
+    from elastictrain.supervisor.past import read_past
     from elastictrain.supervisor.record import Record
     from elastictrain.supervisor.service import serve
     from elastictrain.supervisor.supervisor import Supervisor
@@ -112,11 +115,14 @@ def run(
         def prepare() -> Incarnation:
             return prepared.pop() if prepared else state.prepare(loaded, options.of_restart())
 
+        # A new run has no past, whatever else was in this directory.
+        is_new = RunSpec.read(first.run_dir).begins_run
+        past = Past() if is_new else read_past(state.path, report_steps=config.metrics.every_steps)
         record = Record(state.path, config.name)
         settings = ControlSettings(config.supervisor.control_group, metrics_port=config.supervisor.metrics_port)
         with closing(record), _view(output, config.name, first.number) as view, Showing(view) as showing:
             supervisor = Supervisor(
-                config, prepare, state_dir=state.path, sink=record, show=showing.show, stay_up=service
+                config, prepare, state_dir=state.path, sink=record, show=showing.show, stay_up=service, past=past
             )
             ending = asyncio.run(serve(supervisor, record, settings))
         if ending.error is not None:

@@ -23,7 +23,8 @@ from elastictrain.config.schema import JobConfig
 from elastictrain.core import lifecycle
 from elastictrain.core.lifecycle import State, Trigger
 from elastictrain.core.liveness import StepTimes
-from elastictrain.core.policy import Cause, CauseKind, Failure, Halt, classify, decide
+from elastictrain.core.past import Past, furthest_step
+from elastictrain.core.policy import Cause, CauseKind, Failure, Halt, Restart, classify, decide
 from elastictrain.core.status import SupervisorView
 from elastictrain.errors import BusyError, ElasticTrainError, HaltError, IllegalTransitionError, StorageError
 from elastictrain.procs import adopt_orphans
@@ -81,6 +82,7 @@ class Supervisor:
         show: gets every line of the ranks, and what the supervisor has to say.
         stay_up: after a halt, wait for `resume` or `stop` rather than end. A job that was halted before its ranks ever
             trained ends all the same: its service has failed to start, and somebody waits to hear that.
+        past: what an earlier supervisor's journal says. Failures count on, its own death among them.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Supervisor:
         sink: EventSink | None = None,
         show: Callable[[Line], None] = lambda _line: None,
         stay_up: bool = False,
+        past: Past | None = None,
     ) -> None:
         self._config = config
         self._prepare = prepare
@@ -103,9 +106,12 @@ class Supervisor:
         self._reason = "the first worker group is being started"
         self._life: Life | None = None
         self._number = 0
+        self._announced = 0
+        """The incarnation of which a rank has said with what it began to train."""
         self._times = StepTimes()
         self._budget = budget_of(config)
-        self._failures: list[Failure] = []
+        self._past = past if past is not None else Past()
+        self._failures: list[Failure] = list(self._past.counted(time.monotonic()))
         self._outcome: dict[str, Any] | None = None
         self._error: ElasticTrainError | None = None
         self._restart_reason: str | None = None
@@ -113,7 +119,7 @@ class Supervisor:
         self._changed = asyncio.Event()
         self._num_signals = 0
         self._furthest: int | None = None
-        self._said = Said(config)
+        self._said = Said(config, self._past.data)
         self._snapshot_wanted = False
         self._launcher = Launcher(
             state_dir, fork=config.elastic.fast_restart, grace_s=config.supervisor.teardown_timeout_s
@@ -131,7 +137,12 @@ class Supervisor:
         adopt_orphans()
         self._catch_signals()
         await clear_away(self._state_dir, grace_s=self._config.supervisor.teardown_timeout_s)
-        self.emit("supervisor_started", pid=os.getpid(), version=__version__)
+        left = self._past.left
+        self.emit("supervisor_started", pid=os.getpid(), version=__version__, **(left.as_fields if left else {}))
+        if self._failures and isinstance(decision := self._decide(), Halt):
+            # They ended the supervisors before this one, which could not say so.
+            self._halt(decision)
+            return Ending(self._state, self._reason, None, self._error)
         self._launcher.open()
         try:
             while self._state not in lifecycle.FINAL:
@@ -217,36 +228,33 @@ class Supervisor:
 
     def _failed(self, cause: Cause, end: LifeEnd | None, reports: list[ElasticTrainError] | None = None) -> None:
         """Takes note of a failure and decides what follows."""
-        now_s = time.monotonic()
         reached = end.failed_step if end is not None else self._furthest or 0
-        furthest_before = max((failure.reached_step for failure in self._failures), default=-1)
         self._failures.append(
             Failure(
-                at_s=now_s,
+                at_s=time.monotonic(),
                 reached_step=reached,
                 began_step=end is not None and end.began_step,
-                progressed=reached > furthest_before,
+                progressed=reached > furthest_step(self._failures),
                 cause=cause,
             )
         )
-        decision = decide(
-            self._failures,
-            self._budget,
-            now_s=now_s,
-            jitter=random.random(),
-            samples=self._said.samples_in_step(reached),
-        )
+        decision = self._decide()
         if isinstance(decision, Halt):
-            self._move(Trigger.GIVEN_UP, decision.reason)
-            self._error = HaltError(decision.reason, decision.hint)
-            if not cause.can_retry and reports:
-                self._error = reports[0]
-            self._error.exit_code = decision.exit_code
-            self.emit("halted", reason=decision.reason, hint=decision.hint)
+            self._halt(decision, reports[0] if not cause.can_retry and reports else None)
             return
         self._move(Trigger.GROUP_FAILED, decision.reason)
         self._delay_s = decision.delay_s
         self.emit("restart_planned", delay_s=round(decision.delay_s, 3), reason=decision.reason)
+
+    def _decide(self) -> Restart | Halt:
+        samples = self._said.samples_in_step(self._failures[-1].reached_step)
+        return decide(self._failures, self._budget, now_s=time.monotonic(), jitter=random.random(), samples=samples)
+
+    def _halt(self, decision: Halt, error: ElasticTrainError | None = None) -> None:
+        self._move(Trigger.GIVEN_UP, decision.reason)
+        self._error = error if error is not None else HaltError(decision.reason, decision.hint)
+        self._error.exit_code = decision.exit_code
+        self.emit("halted", reason=decision.reason, hint=decision.hint)
 
     async def _pause(self) -> None:
         """Waits before the next worker group, unless told otherwise."""
@@ -286,6 +294,8 @@ class Supervisor:
             "cause": cause,
             "kind": classified.kind.value if classified is not None else "",
             "global_step": end.reached_step,
+            "failed_step": end.failed_step,
+            "began_step": end.began_step,
             "kept_step": end.kept_step,
             "lived_s": round(end.lived_s, 3),
         }
@@ -316,7 +326,10 @@ class Supervisor:
         self._said.hear(line)
         if line.name in ("snapshot_left_out", "snapshot_failed") and self._snapshot_wanted and self._life is not None:
             self._life.incarnation.board.ask_for_snapshot()
-        if line.name in FORWARDED:
+        is_first = line.name == "training_started" and self._announced != self._number
+        if is_first:
+            self._announced = self._number
+        if is_first or line.name in FORWARDED:
             with contextlib.suppress(Exception):
                 self._sink.append(line.name, {key: value for key, value in line.fields.items() if key not in _STAMPS})
 
