@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from functools import cache
 
 from elastictrain.core.events import Moment
+from elastictrain.procs import boot_id
 
 
 def read_clock() -> Moment:
@@ -13,13 +14,4 @@ def read_clock() -> Moment:
     return Moment(time.time(), time.clock_gettime(time.CLOCK_BOOTTIME), _boot_id())
 
 
-def _boot_id() -> str:
-    if not _boot:
-        try:
-            _boot.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        except OSError:
-            _boot.append("")
-    return _boot[0]
-
-
-_boot: list[str] = []
+_boot_id = cache(boot_id)
