@@ -138,6 +138,7 @@ class Life:
         self._failing_since_s: float | None = None
         self._stop_asked_s: float | None = None
         self._group_killed = False
+        self._waits_at_step: int | None = None
         self._killed: dict[int, str] = {}
         self._torn_down: set[int] = set()
         self._left: set[int] = set()
@@ -349,6 +350,8 @@ class Life:
         now_s = time.monotonic()
         self._left |= {rank.rank for rank in looked if has_left(rank)}
         verdict = self._judge(looked, now_s)
+        if verdict.elsewhere:
+            self._tell_elsewhere(verdict, looked)
         if not verdict.culprits:
             self._look_again_s = now_s + min(LOOK_AGAIN_S, min(v.limit_s for v in verdict.ranks) / 4)
             return
@@ -357,6 +360,19 @@ class Life:
         for culprit in verdict.culprits:
             self._kill_culprit(culprit, pids)
         self._failing_since_s = now_s
+
+    def _tell_elsewhere(self, verdict: Verdict, looked: list[RankSeen]) -> None:
+        """Says once, of every standstill, that this node can only wait."""
+        step = max(rank.step for rank in looked)
+        if step != self._waits_at_step:
+            self._waits_at_step = step
+            self._emit(
+                "culprit_elsewhere",
+                incarnation=self.incarnation.number,
+                ranks=[waiting.rank for waiting in verdict.ranks],
+                step=step,
+                stood_still_s=round(min(waiting.stood_still_s for waiting in verdict.ranks), 3),
+            )
 
     def _pids(self) -> dict[int, int]:
         """Processes of the ranks; of those without a heartbeat, the agent's children that say which rank they are."""

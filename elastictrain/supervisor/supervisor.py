@@ -42,6 +42,7 @@ FORWARDED = frozenset(
 """Events of the ranks that are kept as they come."""
 SHOWN = {
     "incident_opened": "error",
+    "culprit_elsewhere": "warning",
     "rank_killed": "warning",
     "incarnation_ended": "warning",
     "restart_planned": "warning",
