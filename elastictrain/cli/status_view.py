@@ -86,6 +86,8 @@ def _facts(s: dict[str, Any]) -> Table:
     table.add_row("group", Text(group))
     table.add_row("supervisor", _supervisor(s))
     table.add_row("snapshots", Text("  ".join(f"{tier}: {_snapshot(s, tier)}" for tier in ("memory", "durable"))))
+    if trouble := s["snapshots"].get("trouble"):
+        table.add_row("store", Text(trouble, style="yellow"))
     lost = f"{_duration(s['lost_s'])} in {s['num_restarts']} restart(s), {s['num_incidents']} incident(s)"
     table.add_row("lost", Text(f"{lost}; goodput {_percent(s['goodput'])} of {_duration(s['wall_s'])}"))
     journal = s["journal"]

@@ -24,6 +24,7 @@ class Kind(StrEnum):
     SNAPSHOT_TAKEN = "snapshot_taken"
     SNAPSHOT_AT_FAILURE = "snapshot_at_failure"
     SNAPSHOT_DURABLE = "snapshot_durable"
+    STORE_TROUBLE = "store_trouble"
     EVALUATED = "evaluated"
     RANK_FAILED = "rank_failed"
     INCIDENT_OPENED = "incident_opened"

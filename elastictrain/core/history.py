@@ -66,6 +66,8 @@ class History:
     """What the present incarnation began with; None until it has said so."""
     in_memory: tuple[int, Moment] | None = None
     durable: tuple[int, Moment] | None = None
+    store_trouble: str | None = None
+    """Why snapshots do not get durable; None since one did."""
     restarts: tuple[Restart, ...] = ()
     num_restarts: int = 0
     num_incidents: int = 0

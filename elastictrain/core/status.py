@@ -115,6 +115,8 @@ class Snapshots:
     """In the memory tier."""
     durable: SnapshotAge | None = None
     """In the durable tier."""
+    trouble: str | None = None
+    """Why the newer ones do not get durable, as the store said last; null once one did. Training goes on meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,7 +85,9 @@ def advance(history: History, event: Event) -> History:
             return replace(history, in_memory=(step, event.moment)) if step is not None else history
         case Kind.SNAPSHOT_DURABLE:
             step = integer(f, "at_step", "global_step", "step")
-            return replace(history, durable=(step, event.moment)) if step is not None else history
+            return replace(history, durable=(step, event.moment), store_trouble=None) if step is not None else history
+        case Kind.STORE_TROUBLE:
+            return replace(history, store_trouble=text(f, "what") or "no reason is known")
         case Kind.EVALUATED:
             numbers = {str(key): number(f, key) for key in f if key not in _STAMPS}
             values = {key: value for key, value in numbers.items() if value is not None}
@@ -172,7 +174,9 @@ def describe(
         incarnation=first_known(view.incarnation if view is not None else None, history.incarnation),
         world_size=first_known(view.world_size if view is not None else None, history.world_size),
         ranks=list(view.ranks) if view is not None else [],
-        snapshots=Snapshots(memory=_age(history.in_memory, now), durable=_age(history.durable, now)),
+        snapshots=Snapshots(
+            memory=_age(history.in_memory, now), durable=_age(history.durable, now), trouble=history.store_trouble
+        ),
         num_restarts=history.num_restarts + len(open_restart),
         restarts=list(restarts),
         num_incidents=history.num_incidents,

@@ -60,6 +60,7 @@ class _StatusCollector(Collector):
         yield from gauge("goodput_ratio", "Useful time over wall time", s.goodput)
         yield from gauge("last_event_age_seconds", "Time since anything was heard", s.last_event_age_s)
         yield from gauge("journal_degraded", "1 while events cannot be written", float(s.journal.state != "ok"))
+        yield from gauge("store_trouble", "1 while snapshots do not get durable", float(bool(s.snapshots.trouble)))
         yield from counter("restarts", "Worker groups that ended and should not have", s.num_restarts)
         yield from counter("incidents", "Hangs found", s.num_incidents)
         yield from counter("journal_dropped_events", "Events lost by this supervisor", s.journal.dropped)

@@ -14,6 +14,9 @@ from elastictrain.supervisor.output import Event
 from elastictrain.supervisor.settings import samples_in_step
 from elastictrain.supervisor.watch import NS_PER_S
 
+TROUBLES = frozenset({"persister_retrying", "persister_stalled", "persister_failed"})
+"""What rank zero reports of a persister that cannot do its work."""
+
 
 class Said:
     """What the ranks have said in their events.
@@ -27,6 +30,8 @@ class Said:
         self._config = config
         self._start: dict[str, Any] = dict(data or {})
         self._devices: dict[int, str] = {}
+        self._troubles: set[str] = set()
+        """Kinds of trouble with the store since something was durable."""
         self.durable_step = -1
         """The newest step that is durable; -1 before any."""
 
@@ -39,6 +44,16 @@ class Said:
                 self._start = dict(fields)
             elif event.name == "snapshot_durable":
                 self.durable_step = max(self.durable_step, int(fields["at_step"]))
+                self._troubles.clear()
+
+    def new_trouble(self, event: Event) -> str | None:
+        """What an event says about a store that takes nothing; None where it says nothing about it, or nothing new:
+        it is tried again and again, and once is enough to know."""
+        if event.name not in TROUBLES or event.name in self._troubles:
+            return None
+        self._troubles.add(event.name)
+        fields = event.fields
+        return str(fields.get("error") or f"the store has moved nothing for {fields.get('seconds')} s")
 
     @property
     def max_steps(self) -> int | None:

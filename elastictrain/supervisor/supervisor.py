@@ -327,6 +327,8 @@ class Supervisor:
         self._said.hear(line)
         if line.name in ("snapshot_left_out", "snapshot_failed") and self._snapshot_wanted and self._life is not None:
             self._life.incarnation.board.ask_for_snapshot()
+        if (what := self._said.new_trouble(line)) is not None:
+            self.emit("store_trouble", what=what)
         is_first = line.name == "training_started" and self._announced != self._number
         if is_first:
             self._announced = self._number

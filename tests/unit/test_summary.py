@@ -60,6 +60,13 @@ def test_a_job_that_trains() -> None:
     assert s.daemon.pid == 7
 
 
+def test_a_store_in_trouble_is_no_reason_to_stop_and_is_over_with_the_next_durable_snapshot() -> None:
+    story = trained().at(111, Kind.STORE_TROUBLE, what="the store has moved nothing for 60.1 s")
+    s = story.status(112)
+    assert (s.state, s.snapshots.trouble) == ("training", "the store has moved nothing for 60.1 s")
+    assert story.at(113, Kind.SNAPSHOT_DURABLE, at_step=102).status(114).snapshots.trouble is None
+
+
 def test_a_failed_rank_is_the_reason_and_the_restart_says_what_it_cost() -> None:
     story = trained()
     story.at(112, Kind.RANK_FAILED, rank=1, cause="killed by SIGKILL", exit_code=-9, step=102)
