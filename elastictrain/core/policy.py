@@ -17,16 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from elastictrain.errors import (
-    ConfigError,
-    DataError,
-    HaltError,
-    MissingInputError,
-    StateDirError,
-    UnsafePathError,
-    UsageError,
-    WorkerFailedError,
-)
+from elastictrain.errors import FINAL_CODES, DataError, HaltError, WorkerFailedError
 
 
 class CauseKind(StrEnum):
@@ -99,11 +90,6 @@ class Cause:
     can_retry: bool = True
     exit_code: int = WorkerFailedError.exit_code
 
-
-HOPELESS_CODES = frozenset(
-    cls.exit_code for cls in (UsageError, ConfigError, MissingInputError, StateDirError, UnsafePathError)
-)
-"""Exit codes of mistakes: restarting does not help, editing does."""
 
 _TRANSIENT_IO = re.compile(
     r"\b(OSError|IOError|TimeoutError|BlockingIOError|InterruptedError|Connection\w*Error|BrokenPipeError|Errno \d+)\b"
@@ -181,7 +167,7 @@ def _describe_report(end: RankEnd, who: str) -> Cause:
         return Cause(CauseKind.HALT, what, end.hint, end.rank, end.step, False, HaltError.exit_code)
     if end.kind == DataError.__name__ and _TRANSIENT_IO.search(end.what):
         return Cause(CauseKind.STORAGE, what, end.hint, end.rank, end.step, True, code)
-    if code in HOPELESS_CODES or code == DataError.exit_code:
+    if code in FINAL_CODES:
         return Cause(CauseKind.MISTAKE, what, end.hint, end.rank, end.step, False, code)
     if end.secondary:
         return Cause(CauseKind.COLLECTIVE, what, end.hint, end.rank, end.step, True, code)

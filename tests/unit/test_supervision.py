@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -237,6 +237,7 @@ def test_before_the_first_step_others_may_still_start() -> None:
     assert at(waiting, LIMITS.startup_s + 5).elsewhere
 
 
+@settings(max_examples=25)
 @given(
     st.lists(st.sampled_from([Phase.REDUCE, Phase.FORWARD, Phase.EVAL, Phase.SNAPSHOT]), min_size=2, max_size=2),
     st.floats(0, 3),
