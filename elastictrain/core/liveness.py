@@ -21,7 +21,7 @@ ended.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -49,7 +49,6 @@ class RankSeen:
         tick_s: when its Python code last ran.
         step: windows consumed.
         steps_done: steps that this process has committed.
-        longest_step_s: of the last steps, as the rank measured it; 0 before it knows.
         process: as the operating system sees it.
         in_collective: whether its stack is inside a collective; None if nobody has looked.
     """
@@ -60,7 +59,6 @@ class RankSeen:
     tick_s: float
     step: int = 0
     steps_done: int = 0
-    longest_step_s: float = 0.0
     process: ProcessState = ProcessState.RUNNING
     in_collective: bool | None = None
 
@@ -106,9 +104,9 @@ class StepTimes:
     longest_s: float | None = None
     """The longest of the last steps; None before any."""
 
-    def observe(self, ranks: Sequence[RankSeen]) -> None:
-        """Takes note of what the ranks have measured."""
-        longest_s = max((seen.longest_step_s for seen in ranks), default=0.0)
+    def observe(self, longest_steps_s: Iterable[float]) -> None:
+        """Takes note of what the ranks have measured; one that has not done a second step says 0."""
+        longest_s = max(longest_steps_s, default=0.0)
         if longest_s > 0:
             self.longest_s = longest_s
 
@@ -202,6 +200,12 @@ class Verdict:
     @property
     def culprits(self) -> tuple[RankVerdict, ...]:
         return tuple(verdict for verdict in self.ranks if verdict.health is Health.HUNG)
+
+    @property
+    def slack_s(self) -> float:
+        """How long nobody comes over its limit by standing still; negative where somebody is over it. Who moves in the
+        meantime has at least `shortest_limit_s` from then on."""
+        return min(verdict.limit_s - verdict.stood_still_s for verdict in self.ranks)
 
     @property
     def is_over_limit(self) -> bool:

@@ -26,6 +26,7 @@ from elastictrain.core.liveness import (
     Verdict,
     has_left,
     judge,
+    shortest_limit_s,
     step_limit_s,
 )
 from elastictrain.core.order import sample_list
@@ -273,10 +274,33 @@ def test_a_learnt_limit_has_a_floor_and_a_ceiling(startup_s: float, longest_s: f
     assert limit == startup_s if longest_s is None else 5 <= limit <= 80
 
 
+@given(
+    st.lists(st.tuples(st.sampled_from(list(Phase)), st.floats(0, 120)), min_size=1, max_size=5),
+    st.lists(st.one_of(st.none(), st.tuples(st.sampled_from(list(Phase)), st.floats(0, 1))), min_size=5, max_size=5),
+)
+def test_between_two_looks_nobody_comes_over_its_limit(
+    ranks: list[tuple[Phase, float]], moves: list[tuple[Phase, float] | None]
+) -> None:
+    """So records need not be read before that, whatever the ranks do meanwhile."""
+    learnt = replace(LIMITS, step_s=None)
+    found = [seen(rank, phase, age_s) for rank, (phase, age_s) in enumerate(ranks)]
+    verdict = judge(found, learnt, longest_step_s=2.0, now_s=NOW_S, world_size=len(found))
+    assert verdict.is_over_limit == (verdict.slack_s < 0)
+    clear_s = min(verdict.slack_s, shortest_limit_s(learnt, 2.0))
+    if clear_s < 0:
+        return
+    later = [
+        rank if move is None else replace(rank, phase=move[0], moved_s=NOW_S + move[1] * clear_s)
+        for rank, move in zip(found, moves, strict=False)
+    ]
+    at_s = NOW_S + clear_s * (1 - 1e-9)
+    assert not judge(later, learnt, longest_step_s=2.0, now_s=at_s, world_size=len(found)).is_over_limit
+
+
 def test_what_was_learnt_holds_for_the_next_group() -> None:
     times = StepTimes()
-    times.observe([seen(0, Phase.DATA, 0, longest_step_s=2.0), seen(1, Phase.DATA, 0, longest_step_s=3.0)])
-    times.observe([seen(0, Phase.INIT, 0)])
+    times.observe([2.0, 3.0])
+    times.observe([0.0])
     assert times.longest_s == 3.0
 
 
