@@ -82,6 +82,7 @@ class SupervisorView:
         incarnation: number of the present, or last, worker group.
         world_size: ranks of the job.
         ranks: those of this node.
+        cgroup: folder of the control group that they are in.
     """
 
     state: State
@@ -91,6 +92,7 @@ class SupervisorView:
     incarnation: int | None = None
     world_size: int | None = None
     ranks: tuple[RankView, ...] = ()
+    cgroup: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +176,9 @@ class Daemon:
     """Whether it answered. If it runs and does not answer, this is what the journal says."""
     socket: str | None = None
     """Path of its control socket."""
+    cgroup: str | None = None
+    """Folder of the control group that the present worker group is in; null where none could be made: then processes
+    that it starts are found by their environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

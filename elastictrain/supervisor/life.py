@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from elastictrain.cgroups import group_of
 from elastictrain.config.schema import JobConfig
 from elastictrain.core.liveness import (
     Limits,
@@ -160,6 +161,12 @@ class Life:
         """Every rank of this node has done a step."""
         beats = self.heartbeats.values()
         return bool(beats) and all(beat is not None and beat.steps_done >= 1 for beat in beats)
+
+    @property
+    def cgroup(self) -> str | None:
+        """The control group of its processes, if they are in one."""
+        group = group_of(self.incarnation.run_dir)
+        return str(group) if group is not None else None
 
     def cpu_percent(self, pid: int) -> float:
         return self._watch.cpu_percent(pid)

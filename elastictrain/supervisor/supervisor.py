@@ -455,6 +455,7 @@ class Supervisor:
             incarnation=self._number or None,
             world_size=self._said.world_size,
             ranks=ranks,
+            cgroup=life.cgroup if life is not None else None,
         )
 
 

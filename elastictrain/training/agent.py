@@ -19,6 +19,7 @@ import signal
 import sys
 from pathlib import Path
 
+from elastictrain import cgroups
 from elastictrain.config.schema import JobConfig
 from elastictrain.procs import die_with_parent
 from elastictrain.protocol import ENV_RUN_DIR, EXITS_FILE, LOG_DIR, RunSpec, write_json
@@ -67,6 +68,7 @@ def prepare(run_dir: Path) -> RunSpec:
     spec = RunSpec.read(run_dir)
     (run_dir / LOG_DIR).mkdir(exist_ok=True)
     os.environ[ENV_RUN_DIR] = str(run_dir)
+    cgroups.enter(run_dir)
     # Where NCCL keeps its flight record, and that it writes it when a collective times out; nothing without NCCL.
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
