@@ -22,7 +22,7 @@ from elastictrain.protocol import write_atomically
 
 CGROUP_FILE = "cgroup"
 _PREFIX = "elastictrain-"
-_EMPTY_S = 0.1
+_EMPTY_S = 0.5
 """How long to wait for killed processes to be gone, before the group is left for the next who looks."""
 _LOOK_S = 0.002
 

@@ -95,7 +95,7 @@ def started(folder: Path, *overrides: str, **job: Any) -> Iterator[Group]:
     finally:
         agent.kill()
         agent.wait()
-        cgroups.end(incarnation.run_dir)
+        wait_until(lambda: not cgroups.end(incarnation.run_dir) and cgroups.group_of(incarnation.run_dir) is None)
         for child in children:
             if child.is_running():
                 child.kill()
