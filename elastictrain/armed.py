@@ -24,8 +24,8 @@ from elastictrain.core.faults import REPEATING, Action, Point
 from elastictrain.core.phases import Phase
 
 DRILL_DIR = "drill"
-CLOCK_JUMP_S = -3600.0
-"""How far the wall clock jumps in the drill of that name."""
+CLOCK_JUMPS_S = {Action.CLOCK_BACK: -3600.0, Action.CLOCK_FORWARD: 3600.0}
+"""How far the wall clock jumps in these drills."""
 _ARMED_FILE = "armed.json"
 
 

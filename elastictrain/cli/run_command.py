@@ -91,7 +91,10 @@ def run(
     from elastictrain.cli.lineage import find_source, with_patience
     from elastictrain.cli.nodes import make_team
     from elastictrain.cli.state_dir import StartOptions, StateDir
+    from elastictrain.core.past import Past
+    from elastictrain.protocol import RunSpec
     from elastictrain.supervisor.control import ControlSettings
+    from elastictrain.supervisor.past import read_past
     from elastictrain.supervisor.record import Record
     from elastictrain.supervisor.service import serve
     from elastictrain.supervisor.supervisor import Supervisor
@@ -118,19 +121,30 @@ def run(
         if config.elastic.has_peers:
             lineage = state.lineage(config, options)  # what is wrong here is said before other nodes hear of it
             prepared: list[Incarnation] = []
+            is_new = not lineage.has_begun
         else:
             prepared = [state.prepare(loaded, options)]
+            is_new = RunSpec.read(prepared[0].run_dir).begins_run
 
         def prepare(assignment: Assignment) -> Incarnation:
             return prepared.pop() if prepared else state.prepare(loaded, options.of_restart(), assignment)
 
+        # A new run has no past, whatever else was in this directory.
+        past = Past() if is_new else read_past(state.path, report_steps=config.metrics.every_steps)
         record = Record(state.path, config.name)
         team = make_team(loaded, state, lineage, record) if config.elastic.has_peers else None
         settings = ControlSettings(config.supervisor.control_group, metrics_port=config.supervisor.metrics_port)
         first = state.last_number + (0 if prepared else 1)
         with closing(record), _view(output, config.name, first) as view, Showing(view) as showing:
             supervisor = Supervisor(
-                config, prepare, state_dir=state.path, team=team, sink=record, show=showing.show, stay_up=service
+                config,
+                prepare,
+                state_dir=state.path,
+                team=team,
+                sink=record,
+                show=showing.show,
+                stay_up=service,
+                past=past,
             )
             ending = asyncio.run(serve(supervisor, record, settings))
         if ending.error is not None:

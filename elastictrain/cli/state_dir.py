@@ -25,10 +25,8 @@ from elastictrain.protocol import (
     BOARD_FILE,
     LOCK_FILE,
     LOOPBACK,
-    OUTCOME_FILE,
     RUNS_DIR,
     SNAPSHOTS_DIR,
-    SPEC_FILE,
     Group,
     JobIdentity,
     RunSpec,
@@ -36,6 +34,7 @@ from elastictrain.protocol import (
     StopBoard,
 )
 from elastictrain.supervisor.incarnation import Incarnation
+from elastictrain.supervisor.past import read_past
 from elastictrain.supervisor.pruning import prune
 from elastictrain.supervisor.team import Assignment
 
@@ -289,7 +288,7 @@ class StateDir:
             source=identity.source,
             allowed_differences=list(options.allowed_differences),
             begins_run=not has_begun and not self._has_started(identity.run_id),
-            mean_time_between_failures_s=self._mean_time_between_failures_s(),
+            mean_time_between_failures_s=self._mean_time_between_failures_s(job.config),
         ).write(run_dir)
         kept = job.config.supervisor
         prune(self.path, keep_incarnations=kept.keep_incarnations, keep_incidents=kept.keep_incidents)
@@ -311,16 +310,7 @@ class StateDir:
     def _numbers(self) -> list[int]:
         return [int(p.name) for p in (self.path / RUNS_DIR).iterdir() if p.name.isdigit()]
 
-    def _mean_time_between_failures_s(self) -> float:
-        """From the lives of the incarnations so far: one without an outcome failed."""
-        uptime_s, num_failures = 0.0, 0
-        for number in self._numbers():
-            run_dir = self.path / RUNS_DIR / f"{number:04d}"
-            try:
-                began_s = (run_dir / SPEC_FILE).stat().st_mtime
-                ended_s = max(p.stat().st_mtime for p in run_dir.rglob("*"))
-            except (OSError, ValueError):
-                continue
-            uptime_s += max(0.0, ended_s - began_s)
-            num_failures += not (run_dir / OUTCOME_FILE).exists()
-        return mean_time_between_failures_s(uptime_s, num_failures)
+    def _mean_time_between_failures_s(self, config: JobConfig) -> float:
+        """From the lives of the worker groups so far, as the journal has them: by a clock that nobody sets."""
+        past = read_past(self.path, report_steps=config.metrics.every_steps)
+        return mean_time_between_failures_s(past.uptime_s, past.num_failures)

@@ -31,7 +31,8 @@ class Action(StrEnum):
     DIE_IN_SNAPSHOT = "die in snapshot"
     KILL_LOADER = "kill loader worker"
     SLOW = "slow"
-    CLOCK = "clock"
+    CLOCK_BACK = "clock back"
+    CLOCK_FORWARD = "clock forward"
     HOLD = "hold"
     """Waits until the drill has done its part outside, and says so."""
 
@@ -297,11 +298,18 @@ TABLE: tuple[Fault, ...] = (
         in_soak=True,
     ),
     Fault(
-        "clock-jump",
+        "clock-back",
         "The wall clock jumps back by an hour, for all ranks and the supervisor. The machine's own clock is never "
         "touched: time.time() of these processes is shifted, which is what Python code reads it with; C code, and "
         "datetime.now(), go on seeing the old time.",
-        Action.CLOCK,
+        Action.CLOCK_BACK,
+        Phase.READY,
+        expect=Expect.UNDISTURBED,
+    ),
+    Fault(
+        "clock-forward",
+        "The wall clock jumps forward by an hour, likewise.",
+        Action.CLOCK_FORWARD,
         Phase.READY,
         expect=Expect.UNDISTURBED,
     ),

@@ -110,6 +110,7 @@ class SupervisorView:
         ranks: those of all nodes.
         attempt: name of the present, or last, worker group.
         nodes: of the job, where there may be several.
+        cgroup: folder of the control group that the ranks of this node are in.
     """
 
     state: State
@@ -121,6 +122,7 @@ class SupervisorView:
     ranks: tuple[RankView, ...] = ()
     attempt: str | None = None
     nodes: tuple[NodeView, ...] = ()
+    cgroup: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +220,9 @@ class Daemon:
     """Whether it answered. If it runs and does not answer, this is what the journal says."""
     socket: str | None = None
     """Path of its control socket."""
+    cgroup: str | None = None
+    """Folder of the control group that the present worker group is in; null where none could be made: then processes
+    that it starts are found by their environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from elastictrain.armed import ArmedFault
+from elastictrain.armed import CLOCK_JUMPS_S, ArmedFault
 from elastictrain.core.drill_verdict import Seen, objections
 from elastictrain.core.events import Event, Kind
 from elastictrain.core.faults import Action, Expect, Fault, Outside, Point, allowed_steps_lost
@@ -191,7 +191,7 @@ class Exercise:
         return row
 
     def _armed(self, fault: Fault, point: Point) -> list[ArmedFault]:
-        ranks = range(self.job.world_size) if fault.action is Action.CLOCK else [point.rank]
+        ranks = range(self.job.world_size) if fault.action in CLOCK_JUMPS_S else [point.rank]
         return [ArmedFault(f"{fault.name}-{rank}", fault.action, rank, point.step, point.phase) for rank in ranks]
 
     def _drilled(self, fault: Fault, point: Point, fault_id: str, trial: Trial, reference: Reference) -> Row:

@@ -21,7 +21,7 @@ from elastictrain.drill.exercise import DETECTED, Row
 from elastictrain.errors import NotRunningError, UsageError
 from elastictrain.procs import command_of, read_stat, send_signal
 from elastictrain.protocol import JOURNAL_FILE
-from elastictrain.supervisor.journal import JournalReader
+from elastictrain.supervisor.journal_reader import JournalReader
 
 POLL_S = 0.05
 

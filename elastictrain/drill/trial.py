@@ -27,7 +27,7 @@ from elastictrain.drill.settings import DrillJob
 from elastictrain.errors import ElasticTrainError, StorageError
 from elastictrain.procs import adopt_orphans, command_of, reap_orphans
 from elastictrain.protocol import JOURNAL_FILE, METRICS_FILE
-from elastictrain.supervisor.journal import JournalReader
+from elastictrain.supervisor.journal_reader import JournalReader
 
 POLL_S = 0.01
 CLEAR_TIMEOUT_S = 20.0

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from elastictrain.armed import CLOCK_JUMP_S, ArmedFault, DrillDir, boot_clock_s
+from elastictrain.armed import CLOCK_JUMPS_S, ArmedFault, DrillDir, boot_clock_s
 from elastictrain.checkpoint import faults as write_path
 from elastictrain.core.faults import Action
 from elastictrain.core.order import sample_list
@@ -145,8 +145,8 @@ class DrilledSession(Session):
                 _run_out_of_memory(Path(fault.path))
             case Action.DIE_IN_SNAPSHOT:
                 write_path.arm("memory.manifest:1:kill")
-            case Action.CLOCK:
-                _shift_clock()
+            case Action.CLOCK_BACK | Action.CLOCK_FORWARD:
+                _shift_clock(CLOCK_JUMPS_S[fault.action])
             case Action.HOLD:
                 while not self._drill.is_released(fault.id):
                     time.sleep(HOLD_POLL_S)
@@ -315,10 +315,10 @@ def _hang_holding_gil() -> None:
         ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
 
-def _shift_clock() -> None:
+def _shift_clock(jump_s: float) -> None:
     """This process's time.time(); the supervisor's follows in `drill.launch`."""
     real = time.time
-    time.time = lambda: real() + CLOCK_JUMP_S
+    time.time = lambda: real() + jump_s
 
 
 def _run_out_of_memory(cgroup: Path) -> None:

@@ -42,7 +42,8 @@ NAMES = [
     "storage-outage",
     "disk-full",
     "preempt",
-    "clock-jump",
+    "clock-back",
+    "clock-forward",
     "nan-loss",
     "poison-sample",
 ]
