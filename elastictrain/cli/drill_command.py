@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from elastictrain.core.faults import Fault
-    from elastictrain.drill.exercise import Row
+    from elastictrain.drill.judge import Row
     from elastictrain.drill.settings import DrillJob
 
 

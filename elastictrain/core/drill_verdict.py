@@ -28,6 +28,8 @@ class Seen:
         passed_over: the damaged snapshot was named.
         halt_reason: the diagnosis, where the job was halted.
         halted_where: what the diagnosis must say.
+        kept_step: of the newest snapshot of a halted job; None if it has none that is sound.
+        due_steps: the first and the last step that it may be of.
         leftovers: processes and files that were still there at the end, in words.
     """
 
@@ -46,6 +48,8 @@ class Seen:
     passed_over: bool = False
     halt_reason: str = ""
     halted_where: tuple[str, ...] = ()
+    kept_step: int | None = None
+    due_steps: tuple[int, int] = (0, 0)
     leftovers: str = ""
 
 
@@ -102,6 +106,12 @@ def _halt_objections(seen: Seen) -> list[str]:
     if missing:
         wanted = " and ".join(f'"{words.strip()}"' for words in missing)
         found.append(f"the diagnosis does not say {wanted}: {seen.halt_reason or 'there is none'}")
+    first, last = seen.due_steps
+    if seen.kept_step is None:
+        found.append("no sound snapshot was kept")
+    elif not first <= seen.kept_step <= last:
+        due = f"step {last}" if first == last else f"a step from {first} to {last}"
+        found.append(f"the newest snapshot is of step {seen.kept_step}, not of {due}, before the step that fails")
     return found
 
 

@@ -17,7 +17,7 @@ import psutil
 from elastictrain.armed import boot_clock_s
 from elastictrain.core.events import Event, Kind
 from elastictrain.core.faults import Action, Fault, Outside, Who
-from elastictrain.drill.exercise import DETECTED, Row
+from elastictrain.drill.judge import DETECTED, Row
 from elastictrain.errors import NotRunningError, UsageError
 from elastictrain.procs import command_of, read_stat, send_signal
 from elastictrain.protocol import JOURNAL_FILE

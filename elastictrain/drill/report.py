@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from elastictrain.drill.exercise import Row
+from elastictrain.drill.judge import Row
 from elastictrain.errors import StateDirError
 
 REPORT_JSON = "drill.json"

@@ -175,6 +175,56 @@ def test_a_difference_is_found_and_named(tmp_path):
     assert_nothing_left(tmp_path)
 
 
+# ---- what a halted job keeps
+
+
+def test_a_poisoned_job_keeps_the_step_before(tmp_path):
+    drilled = drill(tmp_path, "poison-sample")
+    row = drilled.rows["poison-sample"]
+    assert_exact(row)
+    assert row["injected_at"] == "rank 1, after step 9, data"
+    assert row["why"].endswith("kept: step 9, as an undisturbed run has it")
+
+
+@pytest.mark.long
+def test_a_lone_poisoned_rank_keeps_its_newest_regular_snapshot(tmp_path):
+    drilled = drill(tmp_path, "poison-sample", world_size=1)
+    row = drilled.rows["poison-sample"]
+    assert (row["verdict"], row["bitwise_equal"]) == ("holds", True), row
+    assert row["why"].endswith("kept: step 8, as an undisturbed run has it")
+
+
+@pytest.mark.long
+def test_what_a_halted_job_keeps_is_judged_bit_by_bit(tmp_path):
+    """A task with a tensor that no loss shows, and that is another one in the run with the fault."""
+    write_task(
+        tmp_path,
+        """
+        import os
+        import torch
+        from pathlib import Path
+        from tests.process.faulty import Task
+
+        class MyTask(Task):
+            def model(self):
+                model = super().model()
+                drilled = "poison-sample" in Path(os.environ["ELASTICTRAIN_RUN_DIR"]).parts
+                model.register_buffer("mark", torch.tensor(float(drilled)))
+                return model
+        """,
+    )
+    job = tiny_job(tmp_path)
+    job.write_text(job.read_text().replace("tests.process.faulty:Task", "task:MyTask"))
+    finished = run_cli(
+        "drill", "poison-sample", job, "--scratch", tmp_path / "scratch", "--json", cwd=tmp_path, deadline_s=300
+    )
+    assert finished.code == 1
+    row = json.loads(finished.stdout)["rows"][0]
+    assert (row["bitwise_equal"], row["verdict"]) == (False, "fails")
+    assert row["difference"] == "tensor mark in model.safetensors"
+    assert_nothing_left(tmp_path)
+
+
 # ---- a soak
 
 

@@ -98,7 +98,15 @@ GOOD = {
         True, 0, complete=True, difference="", num_restarts=1, passed_over=True, steps_lost=2, allowed_steps_lost=2
     ),
     Expect.SKIP: Seen(True, 0, complete=True, difference="", num_skipped=1),
-    Expect.HALT: Seen(True, 79, difference="", halt_reason="step 5 fails: samples 3, 4", halted_where=("step 5",)),
+    Expect.HALT: Seen(
+        True,
+        79,
+        difference="",
+        halt_reason="step 5 fails: samples 3, 4",
+        halted_where=("step 5",),
+        kept_step=4,
+        due_steps=(4, 4),
+    ),
 }
 
 
@@ -138,6 +146,10 @@ def test_whatever_is_wrong_is_said(fault, words):
         (Expect.HALT, {"exit_code": 0}, "79 expected"),
         (Expect.HALT, {"exit_code": None}, "still being restarted"),
         (Expect.HALT, {"halt_reason": "step 6 fails"}, 'does not say "step 5"'),
+        (Expect.HALT, {"kept_step": None}, "no sound snapshot was kept"),
+        (Expect.HALT, {"kept_step": 3}, "is of step 3, not of step 4, before the step that fails"),
+        (Expect.HALT, {"kept_step": 5}, "is of step 5, not of step 4"),
+        (Expect.HALT, {"kept_step": 1, "due_steps": (2, 4)}, "is of step 1, not of a step from 2 to 4"),
     ],
 )
 def test_what_is_missing_is_said(expect, worse, words):
@@ -304,7 +316,7 @@ def test_names_the_first_differing_tensor():
     both = replace(other, tensors={**other.tensors, ("model.safetensors", "w"): "9"})
     assert first_difference(LINES, LINES, FINAL, both) == "tensor w in model.safetensors"
     assert "counters" in first_difference(LINES, LINES, FINAL, replace(FINAL, trainer={**TRAINER, "counters": "{1}"}))
-    assert "ended at step 2" in first_difference(LINES, LINES, FINAL, replace(FINAL, step=2))
+    assert "kept step 2" in first_difference(LINES, LINES, FINAL, replace(FINAL, step=2))
 
 
 @given(st.binary(min_size=2, max_size=500), st.booleans())
