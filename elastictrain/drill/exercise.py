@@ -234,7 +234,7 @@ def _store_recovered_s(trial: Trial, point: Point, at_s: float | None) -> float 
 def _in_short(fault: Fault, seen: Seen) -> str:
     if fault.expect is Expect.HALT:
         return (
-            f"halted with exit code {HaltError.exit_code}: {seen.halt_reason}; "
+            f"halted with exit code {HaltError.exit_code}: {seen.halt_reason.rstrip('.')}; "
             f"kept: step {seen.kept_step}, as an undisturbed run has it"
         )
     if fault.expect is Expect.FALL_BACK:

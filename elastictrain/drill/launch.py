@@ -6,6 +6,7 @@ The same program, which ends when the drill does, however that ends; and whose w
 
 from __future__ import annotations
 
+import os
 import runpy
 import signal
 import sys
@@ -21,6 +22,7 @@ def main(parent_pid: int, state_dir: Path, arguments: list[str]) -> None:
     """Becomes `elastictrain ARGUMENTS`."""
     die_with_parent(parent_pid, signal.SIGTERM)
     folder = DrillDir(state_dir)
+    folder.name_supervisor(os.getpid())
     for fault in folder.armed() or []:
         if fault.action is Action.CLOCK:
             _shift_clock_after(folder, fault.id)

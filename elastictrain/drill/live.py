@@ -50,7 +50,7 @@ def check_live(fault: Fault) -> None:
     if fault.is_live:
         return
     reasons = {
-        Outside.KILL_SUPERVISOR: "who would start it again is systemd's business: `systemctl kill -s KILL` does it",
+        Outside.START_AGAIN: "who would start it again is systemd's business: `systemctl kill -s KILL` does it",
         Outside.PREEMPT: "that is `elastictrain stop`, or `systemctl stop`",
         Outside.CORRUPT: "a running job's own snapshots are not damaged on purpose",
         Outside.TRUNCATE: "a running job's own snapshots are not damaged on purpose",
@@ -85,7 +85,7 @@ def find_target(fault: Fault, status: Status) -> Target:
     number = 0 if fault.who is Who.ZERO else max(ranks)
     pid, words = ranks[number], f"rank {number}"
     signum = {Action.STOP: signal.SIGSTOP, Action.SEGFAULT: signal.SIGSEGV}.get(fault.action, signal.SIGKILL)
-    if fault.outside is Outside.KILL_AGENT:
+    if fault.action is Action.KILL_AGENT:
         pid, words = _agent_pid(Path(status["state_dir"])), "the agent"
     elif fault.action is Action.KILL_LOADER:
         # A loader process is a fork of its rank.

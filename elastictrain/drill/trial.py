@@ -76,6 +76,8 @@ class Trial:
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
         self._began_s = 0.0
+        self.started_s = 0.0
+        """When the supervisor was last started, of `boot_clock_s`."""
 
     # ---- its supervisor
 
@@ -83,6 +85,7 @@ class Trial:
         """Starts the supervisor; again, if it has ended. On the main thread, with which it would die (prctl(2))."""
         arguments = self.job.arguments(self.state_dir, self.store_path, self.fault)
         env = {key: value for key, value in os.environ.items() if key != "RUNTIME_DIRECTORY"}
+        self.started_s = boot_clock_s()
         with (self.folder / "stderr.txt").open("ab") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "elastictrain.drill.launch", str(os.getpid()), str(self.state_dir), *arguments],
