@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,15 +33,25 @@ class Soaked:
         row: the verdict on all of it: detection and recovery are medians, what was lost is a sum.
         goodput: share of the run's time that was spent on steps that survived.
         strikes: what happened, in order: fault, point, detected_s, recovered_s.
+        drawn: how many there were of each kind.
+        not_drawn: kinds that it could have had as well: a longer soak has them.
     """
 
     row: Row
     goodput: float
     strikes: list[dict[str, Any]]
+    drawn: dict[str, int]
+    not_drawn: list[str]
 
     @property
     def about(self) -> dict[str, Any]:
-        return {"goodput": round(self.goodput, 4), "faults": len(self.strikes), "strikes": self.strikes}
+        return {
+            "goodput": round(self.goodput, 4),
+            "faults": len(self.strikes),
+            "drawn": self.drawn,
+            "not_drawn": self.not_drawn,
+            "strikes": self.strikes,
+        }
 
 
 class Soak:
@@ -156,15 +167,18 @@ class Soak:
         if num_missing:
             wrong.append(f"{num_missing} of {len(strikes)} faults did not happen")
         goodput = evidence.survived.goodput
+        drawn = dict(Counter(strike.fault.name for strike in self._strikes))
+        not_drawn = [fault.name for fault in self._faults if fault.name not in drawn]
+        remarks = [f"{len(drawn)} of {len(self._faults)} kinds drawn", f"goodput {goodput:.1%}"]
         row = evidence.row(
             "soak",
             f"{len(strikes)} faults over {self.job.steps} steps",
-            [*wrong, f"goodput {goodput:.1%}"] if wrong else [],
+            [*wrong, *remarks] if wrong else [],
             detected_s=_median(strikes, "detected_s"),
             recovered_s=_median(strikes, "recovered_s"),
-            remark=f"goodput {goodput:.1%}",
+            remark="; ".join(remarks),
         )
-        return Soaked(row, goodput, strikes)
+        return Soaked(row, goodput, strikes, drawn, not_drawn)
 
 
 def _median(strikes: list[dict[str, Any]], key: str) -> float | None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from elastictrain.core.faults import BY_NAME, TABLE, Expect, Fault
+from elastictrain.core.soak import soakable
 from tests.drill.drills import (
     Drilled,
     assert_exact,
@@ -81,6 +82,22 @@ def test_a_job_that_does_not_run_undisturbed_is_named(tmp_path):
     assert "does not even run undisturbed" in finished.stderr
     assert "MyTask has no method model" in finished.stderr
     assert "Traceback" not in finished.stderr
+    assert_nothing_left(tmp_path)
+
+
+def test_what_was_asked_for_and_cannot_be_had_does_not_hold(tmp_path):
+    """Only who may mount a file system can have a full one."""
+    job = tiny_job(tmp_path)
+    may_not = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"] if os.geteuid() == 0 else []
+    scratch = tmp_path / "scratch"
+    finished = run_cli("drill", "disk-full", job, "--json", "--scratch", scratch, cwd=tmp_path, under=may_not)
+    document = json.loads(finished.stdout)
+    assert document["rows"][0]["verdict"] == "refused"
+    assert "Operation not permitted" in document["rows"][0]["why"]
+    assert (document["holds"], document["refused"], document["fails"]) == (False, ["disk-full"], [])
+    assert finished.code == 1
+    assert "1 of 1 drill(s) do not hold: disk-full" in finished.stderr
+    assert json.loads((scratch / "drill.json").read_text()) == document
     assert_nothing_left(tmp_path)
 
 
@@ -227,17 +244,20 @@ def test_what_a_halted_job_keeps_is_judged_bit_by_bit(tmp_path):
 
 # ---- a soak
 
+SOAK_SEED = 3
+"""Has every kind in three minutes."""
+
 
 @pytest.mark.long
 @pytest.mark.longest
 @pytest.mark.timeout(1200)
 def test_a_soak(tmp_path):
-    """Three minutes: every failure loses a second or so, and never a step or a bit."""
-    options = ("--for", "180s", "--mtbf", "15s", "--seed", "3")
-    drilled = drill(tmp_path, "soak", "kill-rank", "kill-rank-zero", "kill-agent", "raise-in-loss", options=options)
+    """Three minutes, with every kind in it: every failure loses a second or so, and never a step or a bit."""
+    drilled = drill(tmp_path, "soak", options=("--for", "180s", "--mtbf", "12s", "--seed", str(SOAK_SEED)))
     row, document = drilled.rows["soak"], drilled.document
     assert_exact(row)
-    assert document["faults"] == len(document["strikes"]) > 0
+    assert document["faults"] == len(document["strikes"]) == sum(document["drawn"].values())
+    assert (set(document["drawn"]), document["not_drawn"]) == ({fault.name for fault in soakable()}, [])
     assert all(strike["recovered_s"] > strike["detected_s"] > 0 for strike in document["strikes"])
     assert 0 < document["goodput"] < 1
 

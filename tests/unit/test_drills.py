@@ -17,8 +17,10 @@ from elastictrain.core.faults import BY_NAME, TABLE, Action, Expect, Outside, Wh
 from elastictrain.core.phases import Phase
 from elastictrain.core.soak import parse_duration_s, schedule, soakable
 from elastictrain.drill.compare import FinalState, first_difference
+from elastictrain.drill.judge import Row
 from elastictrain.drill.live import check_live
 from elastictrain.drill.outside import damage_file
+from elastictrain.drill.report import as_document, not_held
 from elastictrain.drill.settings import MIN_STEPS, load_drill_job, refusal
 from elastictrain.errors import UsageError
 
@@ -172,6 +174,17 @@ def test_a_schedule_follows_from_its_seed(seed, num_steps, mean):
     assert len({strike.id(number) for number, strike in enumerate(first)}) == len(first)
 
 
+@given(st.integers(0, 2**32), st.integers(20, 3000), st.floats(1.0, 60.0))
+def test_no_kind_comes_again_before_all_have_come(seed, num_steps, mean):
+    kinds = soakable()
+    drawn = [s.fault for s in schedule(seed, num_steps=num_steps, mean_steps_between=mean, faults=kinds)]
+    for begin in range(0, len(drawn), len(kinds)):
+        a_round = drawn[begin : begin + len(kinds)]
+        assert len(set(a_round)) == len(a_round)
+    orders = {tuple(drawn[begin : begin + len(kinds)]) for begin in range(0, len(drawn) - len(kinds) + 1, len(kinds))}
+    assert len(orders) >= min(2, len(drawn) // len(kinds)), "every round is shuffled anew"
+
+
 def test_gaps_have_the_mean_they_were_given():
     strikes = schedule(1, num_steps=1_000_000, mean_steps_between=100.0, faults=soakable())
     assert 9_500 < len(strikes) < 10_500
@@ -278,6 +291,35 @@ def test_a_torn_last_line_of_a_trace_is_left_out(tmp_path):
     folder.arm([ArmedFault("a", Action.KILL, 0, 1, Phase.DATA)])
     folder.trace_path(3, 1).write_text('{"kind": "committed", "step": 1, "at_s": 2.0}\n{"kind": "comm')
     assert [(n, rank, len(lines)) for n, rank, lines in folder.traces()] == [(3, 1, 1)]
+
+
+# ---- the report
+
+
+def a_row(fault, verdict):
+    return Row(fault, "", None, None, None, None, None, None, "", verdict, "")
+
+
+ROWS = [a_row("kill-rank", "holds"), a_row("oom-kill", "refused"), a_row("preempt", "fails")]
+
+
+@pytest.mark.parametrize(
+    ("rows", "asked", "failed"),
+    [
+        (ROWS[:1], {"kill-rank"}, []),
+        (ROWS[:2], {"all"}, []),
+        (ROWS[:2], {"all", "oom-kill"}, ["oom-kill"]),
+        (ROWS[1:2], {"oom-kill"}, ["oom-kill"]),
+        (ROWS, {"all"}, ["preempt"]),
+        (ROWS, {"oom-kill", "preempt", "kill-rank"}, ["oom-kill", "preempt"]),
+    ],
+)
+def test_what_was_asked_for_by_name_does_not_hold_when_it_is_refused(rows, asked, failed):
+    assert not_held(rows, asked) == failed
+    document = as_document(rows, {}, asked)
+    assert document["holds"] is (failed == [])
+    assert document["refused"] == [row.fault for row in rows if row.verdict == "refused"]
+    assert document["fails"] == [row.fault for row in rows if row.verdict == "fails"]
 
 
 # ---- comparison
