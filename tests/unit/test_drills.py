@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elastictrain.armed import ArmedFault, DrillDir
 from elastictrain.config import load_job
-from elastictrain.core.drill_verdict import Seen, objections
+from elastictrain.core.drill_verdict import Seen, SeenLive, live_objections, objections
 from elastictrain.core.faults import BY_NAME, TABLE, Action, Expect, Outside, Who, allowed_steps_lost, select
 from elastictrain.core.phases import Phase
 from elastictrain.core.soak import parse_duration_s, schedule, soakable
@@ -159,6 +159,34 @@ def test_whatever_is_wrong_is_said(fault, words):
 def test_what_is_missing_is_said(expect, worse, words):
     fault = next(fault for fault in TABLE if fault.expect is expect)
     assert any(words in said for said in objections(fault, replace(GOOD[expect], **worse)))
+
+
+# ---- the verdict on a running job
+
+
+@pytest.mark.parametrize(
+    ("name", "seen", "lost", "said"),
+    [
+        ("kill-rank", SeenLive(30, 30, 25, world_size=2), 0, ""),
+        ("kill-rank", SeenLive(30, 29, 25, world_size=2), 1, "1 step done again, none allowed"),
+        ("kill-rank", SeenLive(30, 25, 25, world_size=1), 5, ""),
+        ("kill-rank", SeenLive(30, 26, 25, world_size=1), 4, ""),
+        ("kill-rank", SeenLive(30, 24, 25, world_size=1), 6, "6 steps done again, 5 allowed"),
+        ("kill-rank", SeenLive(30, 24, 30, world_size=1), 6, "6 steps done again, none allowed"),
+        ("kill-rank", SeenLive(30, 0, 0, world_size=1), 30, ""),
+        ("stop-rank", SeenLive(30, 0, 25, world_size=1), 30, "step 25, and step 0 was restored"),
+        # Its rank lives, and keeps its state.
+        ("kill-agent", SeenLive(30, 25, 25, world_size=1), 5, "5 steps done again, none allowed"),
+        ("kill-agent", SeenLive(30, 30, 25, world_size=1), 0, ""),
+        ("kill-rank", SeenLive(None, None, 25, world_size=1), None, ""),
+        ("kill-rank", SeenLive(30, 31, 25, world_size=2), 0, ""),
+    ],
+)
+def test_a_running_job_loses_what_its_snapshots_allow(name, seen, lost, said):
+    assert seen.steps_lost == lost
+    found = live_objections(BY_NAME[name], seen)
+    assert [words for words in found if said not in words] == []
+    assert bool(found) == bool(said)
 
 
 # ---- a soak
