@@ -105,6 +105,7 @@ class Exercise:
         cgroup: outside.MemoryCgroup | None = None
         mounted: Path | None = None
         trial: Trial | None = None
+        row: Row | None = None
         try:
             if fault.action is Action.OOM:
                 cgroup = outside.MemoryCgroup(f"elastictrain-drill-{self._scratch.name}")
@@ -120,12 +121,13 @@ class Exercise:
         except UsageError as error:
             row = refused(fault, error.what)
         except ElasticTrainError as error:
-            row = Row(fault.name, str(point), None, None, None, None, None, None, "", "fails", error.what)
+            folder = str(trial.folder) if trial is not None else ""
+            row = Row(fault.name, str(point), None, None, None, None, None, None, "", "fails", error.what, folder)
         finally:
             if trial is not None:
                 trial.close()
             if mounted is not None:
-                outside.unmount(mounted)
+                outside.unmount(mounted, keep=self._keep or (row is not None and row.verdict == "fails"))
             if cgroup is not None:
                 cgroup.remove()
         if trial is not None and not self._keep and row.verdict != "fails":

@@ -3,8 +3,10 @@ snapshots, to the store."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -16,7 +18,10 @@ from elastictrain.drill.trial import Trial
 from elastictrain.errors import DrillError, UsageError
 
 DAMAGE_BYTES = 64
+FILLER = "filler"
+"""The file that a small file system is filled with."""
 _CLONE_NEWNS = 0x20000
+_MNT_DETACH = 2
 _MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 2, 4, 1 << 14, 1 << 18
 
 
@@ -60,7 +65,7 @@ def act(outside: Outside, trial: Trial, fault_id: str, deadline_s: float) -> tup
             trial.store_path.unlink()
             away.rename(trial.store_path)
         case Outside.STORE_FULL:
-            filler = trial.store_path / "filler"
+            filler = trial.store_path / FILLER
             _fill(filler)
             trial.drill.release(fault_id)
             _wait_two_snapshots(trial, deadline_s)
@@ -154,8 +159,20 @@ def mount_small(path: Path, size_bytes: int) -> None:
         )
 
 
-def unmount(path: Path) -> None:
-    ctypes.CDLL(None, use_errno=True).umount2(os.fsencode(path), 2)  # MNT_DETACH
+def unmount(path: Path, *, keep: bool) -> None:
+    """Unmounts it again.
+
+    Args:
+        path: where it was mounted.
+        keep: what is in it stays there, as far as there is room, but for what it was filled with.
+    """
+    aside = path.with_name(f"{path.name}.aside")
+    if keep:
+        with contextlib.suppress(OSError, shutil.Error):  # what cannot be copied is not worth the rest
+            shutil.copytree(path, aside, symlinks=True, ignore=shutil.ignore_patterns(FILLER))
+    ctypes.CDLL(None, use_errno=True).umount2(os.fsencode(path), _MNT_DETACH)
+    if aside.is_dir():
+        aside.replace(path)
 
 
 def _fill(path: Path) -> None:

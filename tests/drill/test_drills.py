@@ -6,19 +6,12 @@ import json
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from elastictrain.checkpoint.catalog import newest_first
-from elastictrain.checkpoint.format import MODEL_FILE
-from elastictrain.checkpoint.memory_tier import MemoryTier
-from elastictrain.checkpoint.store import open_store
 from elastictrain.core.faults import BY_NAME, TABLE, Expect, Fault
 from elastictrain.core.soak import soakable
-from elastictrain.drill.outside import damage_file
 from tests.drill.drills import (
     Drilled,
     assert_exact,
@@ -199,56 +192,6 @@ def test_a_difference_is_found_and_named(tmp_path):
     assert_nothing_left(tmp_path)
 
 
-# ---- what a halted job keeps
-
-
-def test_a_poisoned_job_keeps_the_step_before(tmp_path):
-    drilled = drill(tmp_path, "poison-sample")
-    row = drilled.rows["poison-sample"]
-    assert_exact(row)
-    assert row["injected_at"] == "rank 1, after step 9, data"
-    assert row["why"].endswith("kept: step 9, as an undisturbed run has it")
-
-
-@pytest.mark.long
-def test_a_lone_poisoned_rank_keeps_its_newest_regular_snapshot(tmp_path):
-    drilled = drill(tmp_path, "poison-sample", world_size=1)
-    row = drilled.rows["poison-sample"]
-    assert (row["verdict"], row["bitwise_equal"]) == ("holds", True), row
-    assert row["why"].endswith("kept: step 8, as an undisturbed run has it")
-
-
-@pytest.mark.long
-def test_what_a_halted_job_keeps_is_judged_bit_by_bit(tmp_path):
-    """A task with a tensor that no loss shows, and that is another one in the run with the fault."""
-    write_task(
-        tmp_path,
-        """
-        import os
-        import torch
-        from pathlib import Path
-        from tests.process.faulty import Task
-
-        class MyTask(Task):
-            def model(self):
-                model = super().model()
-                drilled = "poison-sample" in Path(os.environ["ELASTICTRAIN_RUN_DIR"]).parts
-                model.register_buffer("mark", torch.tensor(float(drilled)))
-                return model
-        """,
-    )
-    job = tiny_job(tmp_path)
-    job.write_text(job.read_text().replace("tests.process.faulty:Task", "task:MyTask"))
-    finished = run_cli(
-        "drill", "poison-sample", job, "--scratch", tmp_path / "scratch", "--json", cwd=tmp_path, deadline_s=300
-    )
-    assert finished.code == 1
-    row = json.loads(finished.stdout)["rows"][0]
-    assert (row["bitwise_equal"], row["verdict"]) == (False, "fails")
-    assert row["difference"] == "tensor mark in model.safetensors"
-    assert_nothing_left(tmp_path)
-
-
 # ---- a soak
 
 SOAK_SEED = 3
@@ -267,78 +210,3 @@ def test_a_soak(tmp_path):
     assert (set(document["drawn"]), document["not_drawn"]) == ({fault.name for fault in soakable()}, [])
     assert all(strike["recovered_s"] > strike["detected_s"] > 0 for strike in document["strikes"])
     assert 0 < document["goodput"] < 1
-
-
-# ---- a running job
-
-
-@pytest.mark.parametrize("name", ["kill-rank", pytest.param("kill-agent", marks=pytest.mark.long)])
-def test_a_running_job_survives(tmp_path, name):
-    job = tiny_job(tmp_path, train={"max_steps": 1_000_000})
-    state = tmp_path / "state"
-    with start_cli("run", job, "--state-dir", state, "--output", "json", cwd=tmp_path) as running:
-        assert running.stdout is not None
-        wait_until(lambda: '"snapshot_durable"' in running.stdout.readline())  # type: ignore[union-attr]
-        finished = run_cli("drill", name, "--state-dir", state, "--yes", "--json", cwd=tmp_path)
-        row = json.loads(finished.stdout)["rows"][0]
-        assert row["recovered_s"] > row["detected_s"] > 0, row
-        assert (row["steps_lost"], row["verdict"], finished.code) == (0, "holds", 0), row
-        refused = run_cli("drill", "preempt", "--state-dir", state, "--yes", cwd=tmp_path)
-        assert (refused.code, refused.stdout) == (64, "")
-        assert "preempt cannot be done to a running job" in refused.stderr
-        unanswered = run_cli("drill", name, "--state-dir", state, cwd=tmp_path)
-        assert unanswered.code == 1, "nobody said yes"
-        running.send_signal(signal.SIGTERM)
-        running.wait(60)
-
-
-@pytest.mark.long
-def test_a_running_job_of_one_rank_loses_what_came_after_its_snapshot_and_that_is_said(tmp_path):
-    job = tiny_job(tmp_path, world_size=1, train={"max_steps": 1_000_000}, checkpoint={"every_steps": 20})
-    state = tmp_path / "state"
-    with start_cli("run", job, "--state-dir", state, "--output", "json", cwd=tmp_path) as running:
-        assert running.stdout is not None
-        wait_until(lambda: '"snapshot_durable"' in running.stdout.readline())  # type: ignore[union-attr]
-        finished = run_cli("drill", "kill-rank", "--state-dir", state, "--yes", "--json", cwd=tmp_path)
-        row = json.loads(finished.stdout)["rows"][0]
-        assert (row["verdict"], finished.code) == ("holds", 0), row
-        # The next snapshot may have been on its way.
-        assert 0 <= row["steps_lost"] < 2 * 20, row
-        assert not row["steps_lost"] or f"{row['steps_lost']} step(s) done again" in row["why"]
-        running.send_signal(signal.SIGTERM)
-        running.wait(60)
-
-
-@pytest.mark.long
-def test_a_running_job_that_goes_back_beyond_its_newest_snapshot_fails_the_drill(tmp_path):
-    """All its snapshots but one are damaged behind its back, while its rank is stopped and takes no new one."""
-    job = tiny_job(
-        tmp_path,
-        world_size=1,
-        train={"max_steps": 1_000_000},
-        checkpoint={"every_steps": 10},
-        supervisor={"step_timeout_s": 300.0},
-    )
-    state = tmp_path / "state"
-    with start_cli("run", job, "--state-dir", state, "--output", "json", cwd=tmp_path) as running:
-        assert running.stdout is not None
-        for _ in range(3):
-            wait_until(lambda: '"snapshot_durable"' in running.stdout.readline())  # type: ignore[union-attr]
-        status = json.loads(run_cli("status", "--state-dir", state, "--json", cwd=tmp_path).stdout)
-        psutil.Process(status["ranks"][0]["pid"]).suspend()
-        tier = MemoryTier.for_job(tmp_path / "shm", job="job", state_dir=state)
-        store = open_store(str(state / "snapshots"))
-        # What the rank has taken is on its way to the store.
-        wait_until(lambda: tier.snapshots()[0].global_step == store.snapshots()[0].global_step)
-        kept = newest_first(tier, store)
-        for candidate in kept:
-            if candidate.global_step > kept[-1].global_step:
-                damage_file(Path(candidate.where.removeprefix("file://")) / MODEL_FILE, truncate=True)
-        finished = run_cli("drill", "kill-rank", "--state-dir", state, "--yes", "--json", cwd=tmp_path)
-        row = json.loads(finished.stdout)["rows"][0]
-        assert (row["verdict"], finished.code) == ("fails", 1), row
-        assert (
-            f"the newest snapshot was of step {kept[0].global_step}, and step {kept[-1].global_step} was" in row["why"]
-        )
-        running.send_signal(signal.SIGTERM)
-        running.wait(60)
