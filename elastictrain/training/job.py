@@ -80,9 +80,12 @@ class Job:
         spec: what the parent decided.
         session: a fresh session of this rank, in phase INIT.
         log: for events.
+        await_group: waits until this rank is in its process group. Task and data need none, and are made before.
     """
 
-    def __init__(self, spec: RunSpec, session: Session, log: Logger) -> None:
+    def __init__(
+        self, spec: RunSpec, session: Session, log: Logger, *, await_group: Callable[[], None] = lambda: None
+    ) -> None:
         self._started_s = perf_counter()
         self._spec = spec
         self._session = session
@@ -115,6 +118,8 @@ class Job:
             config.data.epoch_tail,
         )
         self._limits = self._checked_limits()
+        session.beat()
+        await_group()
         session.beat()  # each of these may take long: a rank that gets from one to the next is no hang
         self._trainee = self._build_trainee()
         self._shadow = Shadow(self._trainee.replica.module, self._task, session.place.device)
