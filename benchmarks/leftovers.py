@@ -24,6 +24,7 @@ from pathlib import Path
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from goals import Goal, judge
 from recovery_jobs import OurJob, end, wait_for
 
 from elastictrain.checkpoint.memory_tier import MemoryTier
@@ -77,7 +78,7 @@ def measure(victim: str, folder: Path, *, stopped: bool) -> float:
         )
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
@@ -95,10 +96,10 @@ def main() -> None:
         print(f"{name:32}{statistics.median(seconds):10.2f}{max(seconds):10.2f}")
     if args.json is not None:
         args.json.write_text(json.dumps(figures, indent=2))
-    late = [name for name, seconds in figures.items() if statistics.median(seconds) > GOAL_S]
-    if late:
-        sys.exit(f"longer than {GOAL_S:g} s in the median: {'; '.join(late)}")
+    return judge(
+        [Goal(f"{name}: median", statistics.median(seconds), GOAL_S, "s") for name, seconds in figures.items()]
+    )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

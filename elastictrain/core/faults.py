@@ -33,16 +33,17 @@ class Action(StrEnum):
     SLOW = "slow"
     CLOCK_BACK = "clock back"
     CLOCK_FORWARD = "clock forward"
+    KILL_AGENT = "kill agent"
+    KILL_SUPERVISOR = "kill supervisor"
     HOLD = "hold"
     """Waits until the drill has done its part outside, and says so."""
 
 
 class Outside(StrEnum):
-    """What the drill does while the rank holds."""
+    """What the drill does itself: while the rank holds, or, to start the supervisor again, while it goes on."""
 
     NOTHING = ""
-    KILL_AGENT = "kill agent"
-    KILL_SUPERVISOR = "kill supervisor"
+    START_AGAIN = "start again"
     PREEMPT = "preempt"
     CORRUPT = "corrupt"
     TRUNCATE = "truncate"
@@ -87,7 +88,7 @@ class Fault:
         phase: in which phase of the step.
         expect: what must follow.
         who: the rank.
-        outside: what the drill does while the rank holds.
+        outside: what the drill does itself.
         is_gone: the rank ends without a word: it can keep nothing of what it holds itself.
         is_live: can be done to a running job from outside.
         in_soak: may be drawn by a soak.
@@ -217,19 +218,20 @@ TABLE: tuple[Fault, ...] = (
     ),
     Fault(
         "kill-agent",
-        "The agent, the parent of the ranks, is killed (SIGKILL).",
-        Action.HOLD,
+        "The agent, the parent of the ranks, is killed (SIGKILL) as the last rank's forward pass begins. The ranks are "
+        "at work then, and go on with it until they hear of it.",
+        Action.KILL_AGENT,
         Phase.FORWARD,
-        outside=Outside.KILL_AGENT,
         is_live=True,
         in_soak=True,
     ),
     Fault(
         "kill-supervisor",
-        "The supervisor is killed (SIGKILL) and started again, as systemd would.",
-        Action.HOLD,
+        "The supervisor is killed (SIGKILL) as the last rank's forward pass begins, and started again, as systemd "
+        "would. The ranks are at work, as they are for kill-agent.",
+        Action.KILL_SUPERVISOR,
         Phase.FORWARD,
-        outside=Outside.KILL_SUPERVISOR,
+        outside=Outside.START_AGAIN,
         in_soak=True,
     ),
     Fault(

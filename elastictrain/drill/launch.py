@@ -6,6 +6,7 @@ of that kind has happened to a rank.
 
 from __future__ import annotations
 
+import os
 import runpy
 import signal
 import sys
@@ -20,6 +21,7 @@ def main(parent_pid: int, state_dir: Path, arguments: list[str]) -> None:
     """Becomes `elastictrain ARGUMENTS`."""
     die_with_parent(parent_pid, signal.SIGTERM)
     folder = DrillDir(state_dir)
+    folder.name_supervisor(os.getpid())
     for fault in folder.armed() or []:
         if fault.action in CLOCK_JUMPS_S:
             _shift_clock_after(folder, fault.id, CLOCK_JUMPS_S[fault.action])
