@@ -67,6 +67,17 @@ def run(
         bool,
         typer.Option("--service", help="After a halt, stay up until told to resume or to stop."),
     ] = False,
+    stopped_code: Annotated[
+        int,
+        typer.Option(
+            "--stopped-code",
+            metavar="N",
+            min=0,
+            max=255,
+            help="End with N rather than 0 when stopped before all steps are done: for a scheduler that starts a job "
+            "again unless it ends with 0.",
+        ),
+    ] = 0,
     output: Annotated[
         Output,
         typer.Option(
@@ -89,6 +100,7 @@ def run(
 
     from elastictrain.cli.lineage import find_source
     from elastictrain.cli.state_dir import StartOptions, StateDir
+    from elastictrain.core.lifecycle import State
     from elastictrain.supervisor.control import ControlSettings
     from elastictrain.supervisor.record import Record
     from elastictrain.supervisor.service import serve
@@ -123,6 +135,8 @@ def run(
             raise ending.error
         if ending.outcome is not None:
             view.summary(ending.outcome, str(state.path))
+    if ending.state is State.STOPPED:
+        raise typer.Exit(stopped_code)
 
 
 def _warn(text: str) -> None:
