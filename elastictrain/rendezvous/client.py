@@ -4,6 +4,9 @@ Several members, of which any may be down, slow or cut off: a request goes to th
 there to the others in turn, each within the time-out. Every request may therefore be carried out though it seemed to
 fail; callers see that by comparing, as ours do.
 
+A socket's time-outs bound neither the look-up of a name nor an answer that trickles. So each request has a thread of
+its own, which is left behind if it does not come back in time: the agent that asks must look after its ranks.
+
 The gateway is described in etcd's documentation, "gRPC gateway"; the codes are those of gRPC.
 """
 
@@ -13,8 +16,9 @@ import json
 import ssl
 import threading
 from base64 import b64decode, b64encode
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import urllib3
 
@@ -23,6 +27,10 @@ from elastictrain.rendezvous.settings import EtcdSettings
 
 _INVALID_ARGUMENT, _NOT_FOUND, _PERMISSION_DENIED, _UNAUTHENTICATED = 3, 5, 7, 16
 _REFUSALS = {_INVALID_ARGUMENT, _NOT_FOUND, _PERMISSION_DENIED, 9, 11, _UNAUTHENTICATED}
+MAX_LEFT_BEHIND = 4
+"""Requests to one member that have not come back; while there are so many, it is not asked again."""
+_RETURN_S = 0.5
+"""What a request gets beyond its time-out to end by itself, and say why."""
 _STALE_TOKEN = ("invalid auth token", "revision of auth store is old")
 
 
@@ -54,6 +62,44 @@ class Stored:
     mod_revision: int
 
 
+_T = TypeVar("_T")
+
+
+class _Bounded:
+    """Requests to one member, none of which is waited for longer than its time."""
+
+    def __init__(self) -> None:
+        self._left_behind: list[threading.Thread] = []
+
+    def carry_out(self, request: Callable[[], _T], limit_s: float) -> _T:
+        """What the request returns, or raises.
+
+        Raises:
+            TimeoutError: it has not come back, or too many before it have not.
+        """
+        self._left_behind = [thread for thread in self._left_behind if thread.is_alive()]
+        if len(self._left_behind) >= MAX_LEFT_BEHIND:
+            raise TimeoutError
+        returned: list[_T] = []
+        raised: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                returned.append(request())
+            except BaseException as error:  # noqa: BLE001 - raised by who waits
+                raised.append(error)
+
+        thread = threading.Thread(target=run, name="etcd request", daemon=True)
+        thread.start()
+        thread.join(limit_s)
+        if raised:
+            raise raised[0]
+        if not returned:
+            self._left_behind.append(thread)
+            raise TimeoutError
+        return returned[0]
+
+
 class EtcdClient:
     """One cluster. Any number of threads may use it."""
 
@@ -62,6 +108,7 @@ class EtcdClient:
         self._pool = urllib3.PoolManager(
             timeout=urllib3.Timeout(total=settings.request_timeout_s), retries=False, **_tls(settings)
         )
+        self._members = {endpoint: _Bounded() for endpoint in settings.endpoints}
         self._lock = threading.Lock()
         self._preferred = 0  # place in the endpoints of the member that answered last
         self._token: str | None = None
@@ -166,15 +213,19 @@ class EtcdClient:
         raise EtcdUnavailableError("; ".join(failures))
 
     def _at(self, endpoint: str, method: str, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any]:
-        try:
-            response = self._pool.request(
+        def request() -> urllib3.BaseHTTPResponse:
+            return self._pool.request(
                 "POST",
                 f"{endpoint}/v3/{method}",
                 body=json.dumps(body).encode(),
                 headers={"Content-Type": "application/json", **headers},
                 redirect=False,
             )
-        except urllib3.exceptions.HTTPError as error:
+
+        limit_s = self._settings.request_timeout_s + _RETURN_S
+        try:
+            response = self._members[endpoint].carry_out(request, limit_s)
+        except (urllib3.exceptions.HTTPError, TimeoutError) as error:
             raise EtcdUnavailableError(f"{endpoint}: {_reason(error, self._settings)}") from None
         try:
             answer = json.loads(response.data)
@@ -209,10 +260,10 @@ def _tls(settings: EtcdSettings) -> dict[str, Any]:
     return {"ssl_context": context}
 
 
-def _reason(error: urllib3.exceptions.HTTPError, settings: EtcdSettings) -> str:
+def _reason(error: Exception, settings: EtcdSettings) -> str:
     if isinstance(error, urllib3.exceptions.NewConnectionError):
         return "connection refused or no such host"
-    if isinstance(error, urllib3.exceptions.TimeoutError):
+    if isinstance(error, urllib3.exceptions.TimeoutError | TimeoutError):
         return f"no answer within {settings.request_timeout_s:g} s"
     return f"{type(error).__name__}: {error}"
 

@@ -7,11 +7,8 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -34,7 +31,8 @@ from elastictrain.rendezvous.entry import BACKEND
 from elastictrain.rendezvous.holder import EtcdStateHolder
 from elastictrain.rendezvous.settings import EtcdSettings
 from tests.process.etcd_cluster import NEEDS_ETCD, Cluster, etcd
-from tests.process.helpers import ROOT, all_gone, descendants, wait_until
+from tests.process.etcd_runs import runs
+from tests.process.helpers import descendants, wait_until
 
 pytestmark = NEEDS_ETCD
 
@@ -313,113 +311,15 @@ def test_torch_finds_the_handler_by_its_entry_point(shared: Cluster) -> None:
     assert not handler.is_closed()
 
 
-@dataclass(frozen=True)
-class Rank:
-    """What one rank said last."""
-
-    restarts: int
-    rank: int
-    pid: int
-    step: int
-    world: int
-
-
-class Run:
-    """Agents of one run, as `torchrun` starts them."""
-
-    def __init__(self, folder: Path, cluster: Cluster, nodes: str) -> None:
-        self._folder = folder
-        self._cluster = cluster
-        self._nodes = nodes
-        self.agents: list[subprocess.Popen[bytes]] = []
-
-    def start_agent(self) -> subprocess.Popen[bytes]:
-        name = f"agent{len(self.agents)}"
-        conf = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=8,close_timeout=20,request_timeout_s=2"
-        with (self._folder / f"{name}.log").open("wb") as log:
-            agent = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "torch.distributed.run", "--nnodes", self._nodes, "--nproc-per-node", "1"),
-                    *("--max-restarts", "5", "--rdzv-backend", BACKEND, "--rdzv-endpoint", self._cluster.endpoint),
-                    *("--rdzv-id", self._folder.name, "--rdzv-conf", conf, "--local-addr", "127.0.0.1"),
-                    *("--log-dir", str(self._folder / f"{name}.ranks")),
-                    *(str(ROOT / "tests/process/rendezvous_payload.py"), str(self._folder)),
-                ],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdout=log,
-                stderr=log,
-            )
-        self.agents.append(agent)
-        return agent
-
-    def ranks(self) -> dict[int, Rank]:
-        """By pid, all that ever took a step."""
-        found = {}
-        for path in self._folder.glob("*.rank"):
-            restarts, rank, pid = map(int, path.stem.split("-"))
-            step, world = map(int, path.read_text().split())
-            found[pid] = Rank(restarts, rank, pid, step, world)
-        return found
-
-    def wait_group(self, size: int, known: set[int]) -> dict[int, Rank]:
-        """Until `size` ranks that are not in `known` take steps together."""
-
-        def group() -> dict[int, Rank] | None:
-            for agent in self.agents:
-                assert agent.poll() is None or agent.returncode == -signal.SIGKILL, self.logs()
-            new = {pid: rank for pid, rank in self.ranks().items() if pid not in known and rank.world == size}
-            return new if {rank.rank for rank in new.values()} == set(range(size)) else None
-
-        try:
-            found: dict[int, Rank] = wait_until(group)
-        except TimeoutError:
-            raise AssertionError(self.logs()) from None
-        return found
-
-    def wait_steps(self, group: dict[int, Rank], count: int) -> None:
-        """Until each rank of the group took `count` steps more than it has now."""
-        before = self.ranks()
-        try:
-            wait_until(lambda: all(self.ranks()[pid].step >= before[pid].step + count for pid in group))
-        except TimeoutError:
-            raise AssertionError(self.logs()) from None
-
-    def finish(self, *agents: subprocess.Popen[bytes]) -> None:
-        """Lets the ranks come to their end, and the agents with them."""
-        (self._folder / "stop").touch()
-        for agent in agents:
-            assert agent.wait(90) == 0, self.logs()
-
-    def logs(self) -> str:
-        return "\n".join(f"---- {path.name}\n{path.read_text()}" for path in sorted(self._folder.glob("agent*.log")))
-
-
 def _stored(cluster: Cluster, run_id: str) -> _RendezvousState:
     found = _backend(cluster, run_id).get_state()
     assert found is not None
     return decode(found[0], run_id)
 
 
-@contextmanager
-def _run(folder: Path, cluster: Cluster, nodes: str) -> Iterator[Run]:
-    run = Run(folder, cluster, nodes)
-    ranks = []
-    try:
-        yield run
-    finally:
-        for agent in run.agents:
-            if agent.poll() is None:
-                ranks += descendants(agent.pid)
-                agent.kill()
-                agent.wait()
-        for rank in ranks:
-            rank.kill()
-        wait_until(lambda: all_gone(ranks))
-
-
 @pytest.mark.long
 def test_a_group_restarts_with_a_new_store_and_finishes(tmp_path: Path, shared: Cluster) -> None:
-    with _run(tmp_path, shared, "2") as run:
+    with runs(tmp_path, shared.endpoint, "2") as run:
         run.start_agent()
         run.start_agent()
         known: set[int] = set()
@@ -437,7 +337,7 @@ def test_a_group_restarts_with_a_new_store_and_finishes(tmp_path: Path, shared: 
 @pytest.mark.long
 def test_training_goes_on_without_etcd_and_a_restart_waits_for_it(tmp_path: Path) -> None:
     (tmp_path / "etcd").mkdir()
-    with etcd(tmp_path / "etcd") as cluster, _run(tmp_path, cluster, "2") as run:
+    with etcd(tmp_path / "etcd") as cluster, runs(tmp_path, cluster.endpoint, "2") as run:
         run.start_agent()
         run.start_agent()
         group = run.wait_group(2, set())
@@ -471,7 +371,7 @@ def test_training_goes_on_without_etcd_and_a_restart_waits_for_it(tmp_path: Path
 
 @pytest.mark.long
 def test_the_agent_that_serves_the_store_is_killed_and_another_joins(tmp_path: Path, shared: Cluster) -> None:
-    with _run(tmp_path, shared, "1:2") as run:
+    with runs(tmp_path, shared.endpoint, "1:2") as run:
         agents = {run.start_agent().pid: run.agents[0], run.start_agent().pid: run.agents[1]}
         group = run.wait_group(2, set())
         first = next(rank.pid for rank in group.values() if rank.rank == 0)
