@@ -173,11 +173,12 @@ class EtcdStateHolder(_RendezvousStateHolder):
     @contextmanager
     def patient_for(self, duration_s: float) -> Iterator[None]:
         """Within it, `sync` in this thread waits so long for an etcd that cannot be reached."""
+        before = getattr(self._patience, "until_s", None)
         self._patience.until_s = self._clock() + duration_s
         try:
             yield
         finally:
-            self._patience.until_s = None
+            self._patience.until_s = before
 
     def sync(self) -> bool | None:
         """Writes the copy if it was changed, or reads it anew.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import base64
 import os
 import pickle
+import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import entry_points
@@ -16,7 +17,12 @@ from typing import Any
 
 import pytest
 import urllib3
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, RendezvousStateError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousParameters,
+    RendezvousStateError,
+)
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousSettings,
     RendezvousTimeout,
@@ -24,6 +30,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
+from elastictrain.errors import ConfigError
 from elastictrain.rendezvous.backend import PREFIX, EtcdBackend, EtcdRefusesError, RoundStore
 from elastictrain.rendezvous.client import EtcdClient
 from elastictrain.rendezvous.codec import decode, encode
@@ -299,6 +306,46 @@ def test_tls_with_certificates_on_both_sides(tmp_path: Path) -> None:
                 _backend(cluster, **bad).get_state()
 
 
+def test_certificates_and_a_password_by_options(tmp_path: Path) -> None:
+    """As torchrun hands them over: to a handler, over TLS, with a user."""
+    _certificate(tmp_path, "ca", "-addext", "keyUsage=critical,keyCertSign,cRLSign")
+    signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-addext", "basicConstraints=critical,CA:FALSE")
+    _certificate(tmp_path, "server", *signed, "-addext", "subjectAltName=IP:127.0.0.1")
+    (tmp_path / "password").write_text("r00t\n")
+    served = ["--cert-file", str(tmp_path / "server.pem"), "--key-file", str(tmp_path / "server.key")]
+    with etcd(tmp_path, size=1, server_options=served, ca_cert=tmp_path / "ca.pem") as cluster:
+        admin = urllib3.PoolManager(ca_certs=str(tmp_path / "ca.pem"))
+        user = {"name": "root", "password": "r00t"}
+        for method, body in (("user/add", user), ("user/grant", {"user": "root", "role": "root"}), ("enable", {})):
+            answer = admin.request("POST", f"{cluster.urls[0]}/v3/auth/{method}", json=body)
+            assert answer.status == 200, answer.data
+
+        options: dict[str, str] = {
+            "user": "root",
+            "password_file": f"{tmp_path}/password",
+            "ca_cert": f"{tmp_path}/ca.pem",
+        }
+        (found,) = entry_points(group="torchrun.handlers", name=BACKEND)
+
+        def handler(endpoint: str, run_id: str = "secured", **changes: str) -> RendezvousHandler:
+            parameters = RendezvousParameters(BACKEND, endpoint, run_id, 1, 2, **{**options, **changes})
+            made: RendezvousHandler = found.load()()(parameters)
+            return made
+
+        address = cluster.urls[0].removeprefix("https://")
+        for endpoint in (address, cluster.urls[0]):
+            made = handler(endpoint, endpoint)
+            assert not made.is_closed()
+            made.set_closed()
+            assert handler(address, endpoint).is_closed()
+        (tmp_path / "other").write_text("wr0ng")
+        with pytest.raises(EtcdRefusesError) as caught:
+            handler(address, password_file=f"{tmp_path}/other").set_closed()
+        assert "wr0ng" not in str(caught.value)
+        with pytest.raises(ConfigError, match=f"certificates for etcd cannot be used.*{tmp_path}/password"):
+            handler(address, ca_cert=f"{tmp_path}/password")
+
+
 # ---- under torchrun
 
 
@@ -385,3 +432,84 @@ def test_the_agent_that_serves_the_store_is_killed_and_another_joins(tmp_path: P
         joined = run.start_agent()
         run.wait_group(2, set(run.ranks()))
         run.finish(survivor, joined)
+
+
+WRONG_CLOCK = r"""
+#define _GNU_SOURCE
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+  const char *off = getenv("CLOCK_IS_OFF_BY_S");
+  int result = syscall(SYS_clock_gettime, clock, now);
+  if (result == 0 && off != NULL && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE))
+    now->tv_sec += atol(off);
+  return result;
+}
+
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {
+  struct timespec found;
+  clock_gettime(CLOCK_REALTIME, &found);
+  now->tv_sec = found.tv_sec;
+  now->tv_usec = found.tv_nsec / 1000;
+  return 0;
+}
+
+time_t time(time_t *now) {
+  struct timespec found;
+  clock_gettime(CLOCK_REALTIME, &found);
+  if (now != NULL)
+    *now = found.tv_sec;
+  return found.tv_sec;
+}
+"""
+"""Preloaded, it puts the clock that people set off; the one that nobody sets stays as it is. (libfaketime of Debian 12
+breaks Python's time.sleep.)"""
+
+
+@pytest.fixture
+def off_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, str]]:
+    """Makes the environment of a process whose clock is off by so many hours."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    folder = tmp_path_factory.mktemp("clock")
+    (folder / "clock.c").write_text(WRONG_CLOCK)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "clock.so", "clock.c"], cwd=folder, check=True)
+    return lambda hours: {"LD_PRELOAD": str(folder / "clock.so"), "CLOCK_IS_OFF_BY_S": str(hours * 3600)}
+
+
+@pytest.mark.long
+def test_nodes_whose_clocks_are_wrong(tmp_path: Path, shared: Cluster, off_by: Callable[[int], dict[str, str]]) -> None:
+    """One whose clock is ahead has set the deadline of the round, and died.
+
+    By the clock of the next it is two hours away. Then one comes whose clock is right, and neither takes the other for
+    dead.
+    """
+    ghost = _NodeDesc("ghost", 1, 0)
+    left = _RendezvousState()
+    left.participants[ghost] = 0
+    left.last_heartbeats[ghost] = datetime.now(UTC) + timedelta(hours=1)
+    left.deadline = left.last_heartbeats[ghost] + timedelta(seconds=1)
+    assert _backend(shared, tmp_path.name).set_state(encode(left))
+    with runs(tmp_path, shared.endpoint, "1:3") as run:
+        run.start_agent(off_by(-1))
+        alone = run.wait_group(1, set())
+        (behind,) = _stored(shared, tmp_path.name).last_heartbeats.values()
+        assert datetime.now(UTC) - behind > timedelta(minutes=50), "its clock is wrong"
+        run.wait_steps(alone, 10)
+        run.start_agent()
+        run.wait_group(2, set(alone))
+        before = _stored(shared, tmp_path.name)
+        longer = timedelta(seconds=10)  # than nodes may be silent
+        wait_until(
+            lambda: all(
+                _stored(shared, tmp_path.name).last_heartbeats[node] > beat + longer
+                for node, beat in before.last_heartbeats.items()
+            )
+        )
+        after = _stored(shared, tmp_path.name)
+        assert (after.round, set(after.participants)) == (before.round, set(before.participants))
+        run.finish(*run.agents)
