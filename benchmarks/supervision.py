@@ -103,6 +103,7 @@ def _life(folder: Path, num_ranks: int) -> Life:
         on_line=lambda _line: None,
         on_look=lambda _life: None,
         emit=lambda _kind, **_fields: None,
+        spared=frozenset,
     )
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from elastictrain.config.schema import ElasticConfig
-
 FOLDER = Path(__file__).resolve().parents[1] / "deploy" / "kubernetes"
 WORKLOADS = {"Job": "job.yaml", "StatefulSet": "statefulset.yaml"}
-SEVERAL_NODES = ("nodes", "rendezvous")
 
 
 def documents(name: str) -> list[dict[str, Any]]:
@@ -46,15 +42,12 @@ def container(kind: str) -> dict[str, Any]:
 
 
 def job_text() -> str:
-    """job.toml, as the ConfigMap has it; without what this version's schema does not have."""
+    """job.toml, as the ConfigMap has it."""
     text: str = shared("ConfigMap")["data"]["job.toml"]
-    for key in SEVERAL_NODES:
-        if key not in ElasticConfig.model_fields:
-            text = re.sub(rf"^{key} = .*\n", "", text, flags=re.MULTILINE)
     return text
 
 
 def elastic_section() -> dict[str, Any]:
     """[elastic] of job.toml, as the ConfigMap has it."""
-    section: dict[str, Any] = tomllib.loads(shared("ConfigMap")["data"]["job.toml"])["elastic"]
+    section: dict[str, Any] = tomllib.loads(job_text())["elastic"]
     return section

@@ -21,6 +21,7 @@ from elastictrain.logs import make_logger
 if TYPE_CHECKING:
     from elastictrain.supervisor.incarnation import Incarnation
     from elastictrain.supervisor.output import Line
+    from elastictrain.supervisor.team import Assignment
 
 MAX_LINES_HELD = 100_000
 """Lines kept for a reader that does not read; more are left out. All are in the ranks' logs."""
@@ -99,6 +100,7 @@ def run(
     import asyncio
 
     from elastictrain.cli.lineage import find_source
+    from elastictrain.cli.nodes import make_team
     from elastictrain.cli.state_dir import StartOptions, StateDir
     from elastictrain.core.lifecycle import State
     from elastictrain.supervisor.control import ControlSettings
@@ -118,17 +120,22 @@ def run(
         allowed_differences=tuple(allow or ()),
     )
     with state.locked():
-        first = state.prepare(loaded, options)
-        prepared = [first]
+        if config.elastic.has_peers:
+            lineage = state.lineage(config, options)  # what is wrong here is said before other nodes hear of it
+            prepared: list[Incarnation] = []
+        else:
+            prepared = [state.prepare(loaded, options)]
 
-        def prepare() -> Incarnation:
-            return prepared.pop() if prepared else state.prepare(loaded, options.of_restart())
+        def prepare(assignment: Assignment) -> Incarnation:
+            return prepared.pop() if prepared else state.prepare(loaded, options.of_restart(), assignment)
 
         record = Record(state.path, config.name)
+        team = make_team(loaded, state, lineage, record) if config.elastic.has_peers else None
         settings = ControlSettings(config.supervisor.control_group, metrics_port=config.supervisor.metrics_port)
-        with closing(record), _view(output, config.name, first.number) as view, Showing(view) as showing:
+        first = state.last_number + (0 if prepared else 1)
+        with closing(record), _view(output, config.name, first) as view, Showing(view) as showing:
             supervisor = Supervisor(
-                config, prepare, state_dir=state.path, sink=record, show=showing.show, stay_up=service
+                config, prepare, state_dir=state.path, team=team, sink=record, show=showing.show, stay_up=service
             )
             ending = asyncio.run(serve(supervisor, record, settings))
         if ending.error is not None:

@@ -71,6 +71,32 @@ class RankView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView:
+    """One node of a job on several, as this node's supervisor knows it."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _DESCRIBED
+
+    node: str
+    """Its name, unique within the job."""
+    host: str
+    """Its host's name."""
+    address: str
+    """Under which its ranks are reached."""
+    standing: str
+    """What it is about: ready, warming, running, leaving, away, done; silent: it is not heard of any more."""
+    reason: str
+    """Why, in words."""
+    first_rank: int | None
+    """Global rank of its first rank; null where it takes no part."""
+    num_ranks: int
+    """Ranks that it has."""
+    heard_s: float | None
+    """Seconds since it was last heard of; null for this node."""
+    is_me: bool
+    """Whether it is this node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorView:
     """What a living supervisor knows beyond its journal. What is None is known from there, or not at all.
 
@@ -81,7 +107,9 @@ class SupervisorView:
         max_steps: of the whole run.
         incarnation: number of the present, or last, worker group.
         world_size: ranks of the job.
-        ranks: those of this node.
+        ranks: those of all nodes.
+        attempt: name of the present, or last, worker group.
+        nodes: of the job, where there may be several.
     """
 
     state: State
@@ -91,6 +119,8 @@ class SupervisorView:
     incarnation: int | None = None
     world_size: int | None = None
     ranks: tuple[RankView, ...] = ()
+    attempt: str | None = None
+    nodes: tuple[NodeView, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,10 +256,14 @@ class Status:
     """The last evaluation."""
     incarnation: int | None
     """Number of the worker group."""
+    attempt: str | None
+    """Its name, the same on all nodes and in all logs."""
     world_size: int | None
     """Ranks in it, over all nodes."""
     ranks: list[RankView]
-    """The ranks of this node; empty where the supervisor does not answer."""
+    """The ranks of all nodes; empty where the supervisor does not answer."""
+    nodes: list[NodeView]
+    """The nodes; empty for a job on one node, and where the supervisor does not answer."""
     snapshots: Snapshots
     """The newest snapshots."""
     num_restarts: int

@@ -27,10 +27,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from elastictrain.errors import ConfigError
+from elastictrain.kv.client import EtcdClient
+from elastictrain.kv.settings import parse_settings
 from elastictrain.rendezvous.backend import EtcdBackend, RoundStore
-from elastictrain.rendezvous.client import EtcdClient
 from elastictrain.rendezvous.holder import EtcdStateHolder
-from elastictrain.rendezvous.settings import parse_settings
 
 STORE_TIMEOUT_S = 60.0
 """Within which the first node of a round has to say where its store is, and that store has to answer."""

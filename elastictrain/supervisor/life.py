@@ -60,6 +60,10 @@ START_GRACE_S = 2.0
 """A group that is told to stop before its first step has nothing to keep: it gets this much to end by itself."""
 
 
+MEETING = frozenset(Phase) - {Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.COMMIT}
+"""Phases in which a rank may wait for another."""
+
+
 class Emit(Protocol):
     """Takes an event."""
 
@@ -105,6 +109,7 @@ class Life:
         on_line: gets every line that the ranks print.
         on_look: called whenever the ranks' records were read.
         emit: takes events.
+        spared: children of this process that whoever collects orphans must not collect.
     """
 
     def __init__(
@@ -118,6 +123,7 @@ class Life:
         on_line: Callable[[Line], None],
         on_look: Callable[[Life], None],
         emit: Emit,
+        spared: Callable[[], frozenset[int]],
     ) -> None:
         self.incarnation = incarnation
         self.started_s = time.monotonic()
@@ -128,7 +134,9 @@ class Life:
         self._state_dir = state_dir
         self._on_look = on_look
         self._emit = emit
-        self._watch = Watch(incarnation.run_dir, incarnation.num_ranks, self.started_s)
+        self._spared = spared
+        first_rank = incarnation.group.first_rank
+        self._watch = Watch(incarnation.run_dir, incarnation.num_ranks, self.started_s, first_rank)
         self._outputs = [RankOutput(incarnation.run_dir, i, on_line) for i in range(incarnation.num_ranks)]
         self._woken = asyncio.Event()
         self._read_at_s = float("-inf")
@@ -179,7 +187,9 @@ class Life:
                     self._emit(
                         "incarnation_started",
                         incarnation=self.incarnation.number,
-                        world_size=self.incarnation.num_ranks,
+                        attempt=self.incarnation.group.attempt,
+                        world_size=self.incarnation.group.world_size,
+                        hosts=list(self.incarnation.group.hosts),
                         agent_pid=self.incarnation.agent_pid,
                     )
                 if not self.incarnation.has_ended:
@@ -191,7 +201,7 @@ class Life:
             for output in self._outputs:
                 output.close()
             self._watch.close()
-            reap_orphans(frozenset(pid for pid in [self._launcher.pid] if pid is not None))
+            reap_orphans(self._spared())
 
     async def _let_leave(self) -> None:
         """Where the agent was lost, its ranks keep their state and go; nobody stays."""
@@ -240,6 +250,29 @@ class Life:
             return
         board.ask()
         self._stop_asked_s = time.monotonic()
+
+    def pass_on(self) -> None:
+        """Has the ranks finish their step, keep their state in memory and end: another worker group follows."""
+        self.incarnation.board.pass_on()
+        self.ask_to_stop()
+
+    def abandon(self) -> None:
+        """Has the ranks keep their last committed step and go, though they wait for others: those will not come."""
+        if self.reached_step is None:
+            self._kill_group()  # there is nothing to keep
+        else:
+            self.incarnation.lose_agent()
+
+    def waits_since_s(self, now_s: float) -> tuple[float, float]:
+        """For how long every rank has stood still where it may wait for a rank of another node, 0 if one moves; and
+        how long it may."""
+        seen = self._watch.seen(self.heartbeats)
+        if not seen:
+            return now_s - self.started_s, self._limits.startup_s
+        if any(rank.phase is not None and rank.phase not in MEETING for rank in seen):
+            return 0.0, 0.0
+        limit = max(limit_s(rank, self._limits, self._times.longest_s) for rank in seen)
+        return min(now_s - rank.moved_s for rank in seen), limit
 
     def kill(self) -> None:
         """Ends all ranks at once."""
@@ -297,7 +330,7 @@ class Life:
             self._limits,
             longest_step_s=self._times.longest_s,
             now_s=now_s,
-            world_size=self.incarnation.num_ranks,
+            world_size=self.incarnation.group.world_size,
         )
 
     def _somebody_left(self, seen: list[RankSeen], now_s: float) -> bool:
@@ -412,7 +445,10 @@ class Life:
             stacks={rank: stacks.get(rank, Stacks("", ())) for rank in phases},
             loader_stacks=loaders,
             pids=pids,
-            last_lines={i: list(output.last_lines) for i, output in enumerate(self._outputs)},
+            last_lines={
+                rank: list(output.last_lines)
+                for rank, output in enumerate(self._outputs, self.incarnation.group.first_rank)
+            },
         )
         folder = evidence.write(self._state_dir, self.incarnation.run_dir, number)
         self._emit("incident_opened", **fields, folder=str(folder))
@@ -431,7 +467,7 @@ class Life:
         self._emit("rank_killed", rank=culprit.rank, pid=pid, incarnation=self.incarnation.number)
 
     def _end_process(self, pid: int) -> None:
-        send_signal(pid, signal.SIGCONT)
+        # It ends a process that is stopped as well: one that was woken first might do a step before it comes.
         send_signal(pid, signal.SIGKILL)
 
 

@@ -1,7 +1,7 @@
 """What a rank does, from its start to its end. `training.start` is the entry point, which needs no torch.
 
-Whatever ends a rank is written down before it goes: an outcome by rank zero, or an error report by the rank that
-failed, which also keeps its state (`training.parting`). The exit code says whether a restart can help.
+Whatever ends a rank is written down before it goes: an outcome by each node's first rank, or an error report by the
+rank that failed, which also keeps its state (`training.parting`). The exit code says whether a restart can help.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ class _Worker:
         self._spec = spec = RunSpec.read(run_dir)
         self._rank = int(os.environ.get("RANK", "0"))
         output = start.LastingOutput(run_dir, int(os.environ.get("LOCAL_RANK", "0")))
-        self._log = make_logger(output, stamp=self._stamp, rank=self._rank, incarnation=spec.incarnation)
+        self._log = make_logger(
+            output, stamp=self._stamp, rank=self._rank, incarnation=spec.incarnation, attempt=spec.group.attempt
+        )
         self._session: Session | None = None
         self._termination: Termination | None = None
         self._job: Job | None = None
@@ -105,12 +107,15 @@ class _Worker:
         ) as place:
             self._session = session = make_session(self._spec, place, seed=config.seed)
             grace_s = config.supervisor.teardown_timeout_s
-            self._termination = Termination(session, self._run_dir, self._parent_pid, grace_s)
+            self._termination = Termination(
+                session, self._run_dir, self._parent_pid, grace_s, others=self._spec.group.others
+            )
             self._termination.begin()
             self._job = Job(self._spec, session, self._log)
             outcome = self._job.run()
-            if place.is_rank_zero:
+            if place.local_rank == 0:  # every node's supervisor wants to know
                 write_json(self._run_dir / OUTCOME_FILE, asdict(outcome))
+            if place.is_rank_zero:
                 self._log.info("training_ended", reason=outcome.reason)
 
     def _leave(self, error: BaseException) -> int:

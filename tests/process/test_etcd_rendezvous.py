@@ -5,10 +5,9 @@ from __future__ import annotations
 import base64
 import os
 import pickle
-import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import entry_points
@@ -31,12 +30,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from elastictrain.errors import ConfigError
+from elastictrain.kv.client import EtcdClient
+from elastictrain.kv.settings import EtcdSettings
 from elastictrain.rendezvous.backend import PREFIX, EtcdBackend, EtcdRefusesError, RoundStore
-from elastictrain.rendezvous.client import EtcdClient
 from elastictrain.rendezvous.codec import decode, encode
 from elastictrain.rendezvous.entry import BACKEND
 from elastictrain.rendezvous.holder import EtcdStateHolder
-from elastictrain.rendezvous.settings import EtcdSettings
+from tests.nodes.clock import shifted_clock
 from tests.process.etcd_cluster import NEEDS_ETCD, Cluster, etcd
 from tests.process.etcd_runs import runs
 from tests.process.helpers import descendants, wait_until
@@ -434,55 +434,8 @@ def test_the_agent_that_serves_the_store_is_killed_and_another_joins(tmp_path: P
         run.finish(survivor, joined)
 
 
-WRONG_CLOCK = r"""
-#define _GNU_SOURCE
-#include <stdlib.h>
-#include <sys/syscall.h>
-#include <sys/time.h>
-#include <time.h>
-#include <unistd.h>
-
-int clock_gettime(clockid_t clock, struct timespec *now) {
-  const char *off = getenv("CLOCK_IS_OFF_BY_S");
-  int result = syscall(SYS_clock_gettime, clock, now);
-  if (result == 0 && off != NULL && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE))
-    now->tv_sec += atol(off);
-  return result;
-}
-
-int gettimeofday(struct timeval *restrict now, void *restrict zone) {
-  struct timespec found;
-  clock_gettime(CLOCK_REALTIME, &found);
-  now->tv_sec = found.tv_sec;
-  now->tv_usec = found.tv_nsec / 1000;
-  return 0;
-}
-
-time_t time(time_t *now) {
-  struct timespec found;
-  clock_gettime(CLOCK_REALTIME, &found);
-  if (now != NULL)
-    *now = found.tv_sec;
-  return found.tv_sec;
-}
-"""
-"""Preloaded, it puts the clock that people set off; the one that nobody sets stays as it is. (libfaketime of Debian 12
-breaks Python's time.sleep.)"""
-
-
-@pytest.fixture
-def off_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, str]]:
-    """Makes the environment of a process whose clock is off by so many hours."""
-    if shutil.which("cc") is None:
-        pytest.skip("needs a C compiler")
-    folder = tmp_path_factory.mktemp("clock")
-    (folder / "clock.c").write_text(WRONG_CLOCK)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", "clock.so", "clock.c"], cwd=folder, check=True)
-    return lambda hours: {"LD_PRELOAD": str(folder / "clock.so"), "CLOCK_IS_OFF_BY_S": str(hours * 3600)}
-
-
 @pytest.mark.long
-def test_nodes_whose_clocks_are_wrong(tmp_path: Path, shared: Cluster, off_by: Callable[[int], dict[str, str]]) -> None:
+def test_nodes_whose_clocks_are_wrong(tmp_path: Path, shared: Cluster) -> None:
     """One whose clock is ahead has set the deadline of the round, and died.
 
     By the clock of the next it is two hours away. Then one comes whose clock is right, and neither takes the other for
@@ -495,7 +448,7 @@ def test_nodes_whose_clocks_are_wrong(tmp_path: Path, shared: Cluster, off_by: C
     left.deadline = left.last_heartbeats[ghost] + timedelta(seconds=1)
     assert _backend(shared, tmp_path.name).set_state(encode(left))
     with runs(tmp_path, shared.endpoint, "1:3") as run:
-        run.start_agent(off_by(-1))
+        run.start_agent(shifted_clock(tmp_path, -3600))
         alone = run.wait_group(1, set())
         (behind,) = _stored(shared, tmp_path.name).last_heartbeats.values()
         assert datetime.now(UTC) - behind > timedelta(minutes=50), "its clock is wrong"

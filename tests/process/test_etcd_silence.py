@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
+from elastictrain.kv.bounded import MAX_LEFT_BEHIND, THREAD_NAME
+from elastictrain.kv.client import EtcdClient, EtcdUnavailableError
+from elastictrain.kv.settings import EtcdSettings
 from elastictrain.rendezvous.backend import EtcdBackend
-from elastictrain.rendezvous.client import MAX_LEFT_BEHIND, EtcdClient, EtcdUnavailableError
-from elastictrain.rendezvous.settings import EtcdSettings
 from tests.process.etcd_cluster import NEEDS_ETCD, etcd
 from tests.process.etcd_proxy import proxies, trickling
 from tests.process.etcd_runs import runs
@@ -61,7 +62,7 @@ def test_an_answer_that_trickles_is_not_waited_for() -> None:
         for _ in range(MAX_LEFT_BEHIND + 2):
             with pytest.raises(EtcdUnavailableError, match="no answer within"):
                 client.get("key")
-        left = [thread for thread in threading.enumerate() if thread.name == "etcd request"]
+        left = [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
         assert len(left) == MAX_LEFT_BEHIND, "no more wait than have to"
     wait_until(lambda: not any(thread.is_alive() for thread in left))
 
@@ -75,8 +76,8 @@ ip address add 192.0.2.1/24 dev void
 ip link set void up
 ip neighbour add 192.0.2.9 lladdr 02:00:00:00:00:09 dev void
 exec "$2" -c 'import sys
-from elastictrain.rendezvous.client import EtcdClient, EtcdUnavailableError
-from elastictrain.rendezvous.settings import EtcdSettings
+from elastictrain.kv.client import EtcdClient, EtcdUnavailableError
+from elastictrain.kv.settings import EtcdSettings
 client = EtcdClient(EtcdSettings(endpoints=tuple(sys.argv[1:]), request_timeout_s=0.5))
 try:
     client.get("key")

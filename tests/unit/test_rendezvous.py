@@ -15,9 +15,9 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from elastictrain.errors import ConfigError
+from elastictrain.kv.settings import PASSWORD_VARIABLE, parse_settings
 from elastictrain.rendezvous.codec import MAX_SIZE_BYTES, decode, encode
 from elastictrain.rendezvous.holder import Moments, Silence
-from elastictrain.rendezvous.settings import PASSWORD_VARIABLE, parse_settings
 
 COUNTS = st.integers(0, 2**63 - 1)
 NODES = st.builds(_NodeDesc, st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40), COUNTS, COUNTS)
