@@ -68,6 +68,17 @@ def run(
         bool,
         typer.Option("--service", help="After a halt, stay up until told to resume or to stop."),
     ] = False,
+    stopped_code: Annotated[
+        int,
+        typer.Option(
+            "--stopped-code",
+            metavar="N",
+            min=0,
+            max=255,
+            help="End with N rather than 0 when stopped before all steps are done: for a scheduler that starts a job "
+            "again unless it ends with 0.",
+        ),
+    ] = 0,
     output: Annotated[
         Output,
         typer.Option(
@@ -91,6 +102,7 @@ def run(
     from elastictrain.cli.lineage import find_source, with_patience
     from elastictrain.cli.nodes import make_team
     from elastictrain.cli.state_dir import StartOptions, StateDir
+    from elastictrain.core.lifecycle import State
     from elastictrain.core.past import Past
     from elastictrain.protocol import RunSpec
     from elastictrain.supervisor.control import ControlSettings
@@ -151,6 +163,8 @@ def run(
             raise ending.error
         if ending.outcome is not None:
             view.summary(ending.outcome, str(state.path))
+    if ending.state is State.STOPPED:
+        raise typer.Exit(stopped_code)
 
 
 def _warn(text: str) -> None:
