@@ -83,6 +83,9 @@ class DrillJob:
             found.append(f"checkpoint.every_s={NEVER_S}")  # the interval is that of steps
         if config.train.max_epochs is not None:
             found.append(f"train.max_epochs={10**9}")  # the length is that of steps
+        if config.elastic.has_peers:
+            # The job itself may run, on this node too: a drill must not turn up among its nodes.
+            found += ['elastic.rendezvous="local"', 'elastic.nodes="1"']
         if config.supervisor.metrics_port is not None:
             found.append("supervisor.metrics_port=0")  # the job itself may run, and have it
         if fault is not None and fault.action is Action.KILL_LOADER and config.data.num_workers == 0:

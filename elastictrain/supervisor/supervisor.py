@@ -492,8 +492,7 @@ class Supervisor:
     def _stop(self, reason: str) -> None:
         if self._state in lifecycle.FINAL:
             return
-        if self._life is not None:
-            self._team.stand(Standing.LEAVING, reason)
+        self._team.stand(Standing.LEAVING if self._life is not None else Standing.AWAY, reason)
         self._restart_reason = None
         already = self._state is State.STOPPING
         self._move(Trigger.STOP_ASKED, self._reason if already else reason)
@@ -534,8 +533,7 @@ class Supervisor:
         before = self._state
         self._restart_reason = None
         self._move(Trigger.DRAIN_ASKED, "asked to drain")
-        if self._life is not None:
-            self._team.stand(Standing.LEAVING, "asked to drain")
+        self._team.stand(Standing.LEAVING if self._life is not None else Standing.AWAY, "asked to drain")
         if self._life is not None and before is not State.DRAINING:
             self._life.ask_to_stop()
         while self._state is State.DRAINING:
