@@ -252,6 +252,7 @@ def test_a_drill_touches_neither_store_nor_ports_of_the_job(tmp_path):
         train={"max_epochs": 3, "micro_batch_size": 1},
         checkpoint={"url": "s3://mine/here", "storage_options": {"key": "k"}, "every_s": 60.0, "keep_last": 1},
         supervisor={"metrics_port": 9400, "min_step_timeout_s": 7.0},
+        elastic={"nodes": "2:4", "rendezvous": "c10d://node0:29400"},
     )
     job = load_drill_job(target, ["seed=3"], steps=None, at_step=None)
     config = resolved(job, tmp_path)
@@ -259,6 +260,7 @@ def test_a_drill_touches_neither_store_nor_ports_of_the_job(tmp_path):
     assert config.checkpoint.storage_options == {}
     assert (config.checkpoint.every_steps, config.checkpoint.keep_last, config.checkpoint.is_auto) == (5, 3, False)
     assert config.supervisor.metrics_port == 0
+    assert (config.elastic.rendezvous, config.elastic.nodes) == ("local", "1")
     assert config.supervisor.min_step_timeout_s == 7.0
     assert (config.train.max_steps, config.metrics.every_steps, config.seed, config.name) == (40, 1, 3, "mine")
 
