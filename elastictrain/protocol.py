@@ -3,9 +3,9 @@
     supervisor  →  launcher  →  agent  →  workers
 
 The launcher starts agents and outlives the supervisor, so that nobody else does: the two talk over a socket pair, in
-messages of JSON (`LaunchAgent`, `AgentStarted`, `AgentEnded`). The supervisor lays out an *incarnation folder* under
-the state directory and has the agent started on it. The agent gives every worker the folder's path. Everything in it
-has one writer:
+messages of JSON (`LaunchAgent`, `LauncherReady`, `AgentStarted`, `AgentEnded`). The supervisor lays out an *incarnation
+folder* under the state directory and has the agent started on it. The agent gives every worker the folder's path.
+Everything in it has one writer:
 
     runs/0001/spec.json         the resolved job and what the parent decided      parent, before the start
     runs/0001/board             the stop board (below)                            rank zero; anyone may ask
@@ -16,7 +16,7 @@ has one writer:
     runs/0001/error-<rank>.json why a rank ended, where we can explain it         that rank, atomically
     runs/0001/exits.json        exit codes of the ranks that failed               agent, atomically
     runs/0001/reported          steps up to which a rank alone wrote metrics, after a failure   ranks, under flock
-    runs/0001/outcome.json      how the incarnation ended                         rank zero, atomically
+    runs/0001/outcome.json      how the incarnation ended                         local rank 0, atomically
     runs/0001/logs/             the agent's own folder                            agent
     incidents/0001/             evidence of a hang, see `supervisor.evidence`     parent
 
@@ -62,6 +62,11 @@ SERVICE_STATE = Path("/var/lib/elastictrain")
 SERVICE_RUNTIME = Path("/run/elastictrain")
 """The same for their sockets: RuntimeDirectory=."""
 
+LOOPBACK = "127.0.0.1"
+"""Where the ranks of a job on one node meet."""
+
+ENV_STORE_FD = "ELASTICTRAIN_STORE_FD"
+"""Number of the descriptor that the worker group's store is to listen on, in an agent that is to serve it."""
 ENV_RUN_DIR = "ELASTICTRAIN_RUN_DIR"
 """Path of the incarnation folder; the agent sets it for every worker."""
 
@@ -165,10 +170,45 @@ class SnapshotSource:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """One worker group over all nodes, as one node sees it.
+
+    Args:
+        attempt: its name, the same on all nodes.
+        node: place of this node among `num_nodes`.
+        num_nodes: that take part.
+        first_rank: global rank of this node's first rank.
+        world_size: ranks on all nodes.
+        address: of this node, where its ranks listen for those of the others.
+        store_host: where the store of the worker group is, served by the agent of node 0.
+        store_port: where it listens; 0 where node 0 is the only one, and takes any.
+        hosts: names of the nodes, in order.
+        addresses: of the nodes, in order.
+    """
+
+    attempt: str
+    node: int = 0
+    num_nodes: int = 1
+    first_rank: int = 0
+    world_size: int = 1
+    address: str = LOOPBACK
+    store_host: str = LOOPBACK
+    store_port: int = 0
+    hosts: tuple[str, ...] = ()
+    addresses: tuple[str, ...] = ()
+
+    @property
+    def others(self) -> frozenset[str]:
+        """Addresses of the other nodes."""
+        return frozenset(self.addresses) - {self.address}
+
+
+@dataclass(frozen=True, slots=True)
 class RunSpec:
     """What the parent hands to the workers of one incarnation.
 
     Args:
+        group: over all nodes.
         incarnation: number of this life of the worker group, from 1, never reused within a state directory.
         state_dir: the job's state directory, absolute.
         job_dir: folder of job.toml, put first on the module path; None for an example that ships in the package.
@@ -182,6 +222,7 @@ class RunSpec:
     """
 
     incarnation: int
+    group: Group
     state_dir: str
     job_dir: str | None
     config: dict[str, Any]
@@ -198,8 +239,9 @@ class RunSpec:
     @classmethod
     def read(cls, run_dir: Path) -> RunSpec:
         fields = json.loads((run_dir / SPEC_FILE).read_text())
-        source = fields.pop("source")
-        return cls(source=SnapshotSource(**source) if source is not None else None, **fields)
+        source, group = fields.pop("source"), fields.pop("group")
+        group |= {name: tuple(group[name]) for name in ("hosts", "addresses")}
+        return cls(group=Group(**group), source=SnapshotSource(**source) if source is not None else None, **fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,14 +291,16 @@ def read_error_reports(run_dir: Path) -> list[ErrorReport]:
 class StopBoard:
     """How the ranks of one node agree, without a message, after which step to stop.
 
-    Four 64-bit words in a shared mapping: *asked*, set by whoever was told to stop, a rank or the parent; *after*, one
+    Five 64-bit words in a shared mapping: *asked*, set by whoever was told to stop, a rank or the parent; *after*, one
     more than the global step after which all stop; *hurry*, set by whoever was told a second time: nothing is waited
-    for any more; *snapshot*, counted up by the parent when it wants one. Only rank zero writes *after*, before it
+    for any more; *snapshot*, counted up by the parent when it wants one; *passing*, set by the parent where the next
+    worker group follows at once: the last snapshot need not be durable. Only rank zero writes *after*, before it
     enters its window's reduction; the others read it once their own reduction is over. A reduction ends on no rank
-    before every rank has entered it, so all see the same value at the end of the same step.
+    before every rank has entered it, so all see the same value at the end of the same step. Ranks on several nodes have
+    no memory in common: they vote, see `training.vote`.
     """
 
-    SIZE_BYTES = 32
+    SIZE_BYTES = 40
 
     def __init__(self, path: Path | None) -> None:
         if path is None:
@@ -291,6 +335,14 @@ class StopBoard:
     def hurry(self) -> bool:
         return self._words[2] != 0
 
+    def pass_on(self) -> None:
+        """The next worker group follows at once, and finds the state in memory."""
+        self._words[4] = 1
+
+    @property
+    def is_passing_on(self) -> bool:
+        return self._words[4] != 0
+
     def ask_for_snapshot(self) -> None:
         self._words[3] += 1
 
@@ -321,6 +373,8 @@ MAX_MESSAGE_BYTES = 1 << 16
 class LaunchAgent:
     """The supervisor to the launcher: start an agent.
 
+    With it may come a listening socket, for the store of the worker group that the agent is to serve.
+
     Args:
         run_dir: folder of its incarnation.
         command: what to run, where agents are not forked.
@@ -332,6 +386,15 @@ class LaunchAgent:
     @property
     def encoded(self) -> bytes:
         return json.dumps(asdict(self)).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherReady:
+    """The launcher to the supervisor: all is imported, the next agent starts at once."""
+
+    @property
+    def encoded(self) -> bytes:
+        return json.dumps({"ready": True}).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,11 +433,16 @@ class AgentEnded:
 
 def read_message(sock: socket.socket) -> dict[str, Any] | None:
     """The next message; None if the other end is gone."""
+    return read_message_with_fd(sock)[0]
+
+
+def read_message_with_fd(sock: socket.socket) -> tuple[dict[str, Any] | None, int | None]:
+    """The next message, and the descriptor that came with it; None if the other end is gone, or if there is none."""
     try:
-        data = sock.recv(MAX_MESSAGE_BYTES)
+        data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, 1)
     except ConnectionError:
-        return None
+        return None, None
     if not data:
-        return None
+        return None, None
     message: dict[str, Any] = json.loads(data)
-    return message
+    return message, fds[0] if fds else None

@@ -16,8 +16,6 @@ import socket
 from pathlib import Path
 from typing import BinaryIO
 
-import psutil
-
 from elastictrain.checkpoint import faults
 from elastictrain.checkpoint.file_copy import copy_durably
 from elastictrain.checkpoint.format import MANIFEST_FILE, FileEntry, check_content, parse_name
@@ -32,9 +30,12 @@ from elastictrain.checkpoint.store import (
     no_progress,
 )
 from elastictrain.errors import SnapshotDamagedError, StorageError
+from elastictrain.procs import Identity
 from elastictrain.protocol import write_atomically
 
-_TEMPORARY = re.compile(r"\.tmp-(?P<name>step-.*)-(?P<host>[A-Za-z0-9_.]+)-(?P<pid>\d+)-[0-9a-f]{8}")
+_TEMPORARY = re.compile(
+    r"\.tmp-(?P<name>step-.*)-(?P<host>[A-Za-z0-9_.]+)-(?P<pid>\d+)\.(?P<ticks>\d+)\.(?P<boot>[0-9a-f]*)-[0-9a-f]{8}"
+)
 _SET_ASIDE = ".damaged-"
 
 
@@ -193,7 +194,8 @@ class LocalStore(Store):
 
 
 def _temporary_name(name: str) -> str:
-    return f".tmp-{name}-{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+    me = Identity.mine()
+    return f".tmp-{name}-{_host()}-{me.pid}.{me.started_ticks}.{me.boot}-{secrets.token_hex(4)}"
 
 
 def _host() -> str:
@@ -207,19 +209,11 @@ def _is_leftover(path: Path) -> bool:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether a temporary folder's writer is dead. On another host nobody can tell: its folders stay, for it to clean.
-
-    A process that began after the folder was made has its writer's number by chance.
-    """
+    """Whether a temporary folder's writer is dead. On another host nobody can tell: it cleans its folders itself."""
     match = _TEMPORARY.fullmatch(path.name)
-    if match is None or match["host"] != _host() or int(match["pid"]) == os.getpid():
+    if match is None or match["host"] != _host():
         return False
-    try:
-        return float(psutil.Process(int(match["pid"])).create_time()) > path.stat().st_mtime + 1.0
-    except psutil.NoSuchProcess:
-        return True
-    except (psutil.Error, OSError):
-        return False
+    return not Identity(int(match["pid"]), int(match["ticks"]), match["boot"]).is_there
 
 
 def _copy(source: memoryview, target: Path, name: str, entry: FileEntry, progress: Progress) -> None:

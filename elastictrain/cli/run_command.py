@@ -21,6 +21,7 @@ from elastictrain.logs import make_logger
 if TYPE_CHECKING:
     from elastictrain.supervisor.incarnation import Incarnation
     from elastictrain.supervisor.output import Line
+    from elastictrain.supervisor.team import Assignment
 
 MAX_LINES_HELD = 100_000
 """Lines kept for a reader that does not read; more are left out. All are in the ranks' logs."""
@@ -67,6 +68,17 @@ def run(
         bool,
         typer.Option("--service", help="After a halt, stay up until told to resume or to stop."),
     ] = False,
+    stopped_code: Annotated[
+        int,
+        typer.Option(
+            "--stopped-code",
+            metavar="N",
+            min=0,
+            max=255,
+            help="End with N rather than 0 when stopped before all steps are done: for a scheduler that starts a job "
+            "again unless it ends with 0.",
+        ),
+    ] = 0,
     output: Annotated[
         Output,
         typer.Option(
@@ -88,8 +100,13 @@ def run(
     import asyncio
 
     from elastictrain.cli.lineage import find_source, with_patience
+    from elastictrain.cli.nodes import make_team
     from elastictrain.cli.state_dir import StartOptions, StateDir
+    from elastictrain.core.lifecycle import State
+    from elastictrain.core.past import Past
+    from elastictrain.protocol import RunSpec
     from elastictrain.supervisor.control import ControlSettings
+    from elastictrain.supervisor.past import read_past
     from elastictrain.supervisor.record import Record
     from elastictrain.supervisor.service import serve
     from elastictrain.supervisor.supervisor import Supervisor
@@ -113,23 +130,41 @@ def run(
         allowed_differences=tuple(allow or ()),
     )
     with state.locked():
-        first = state.prepare(loaded, options)
-        prepared = [first]
+        if config.elastic.has_peers:
+            lineage = state.lineage(config, options)  # what is wrong here is said before other nodes hear of it
+            prepared: list[Incarnation] = []
+            is_new = not lineage.has_begun
+        else:
+            prepared = [state.prepare(loaded, options)]
+            is_new = RunSpec.read(prepared[0].run_dir).begins_run
 
-        def prepare() -> Incarnation:
-            return prepared.pop() if prepared else state.prepare(loaded, options.of_restart())
+        def prepare(assignment: Assignment) -> Incarnation:
+            return prepared.pop() if prepared else state.prepare(loaded, options.of_restart(), assignment)
 
+        # A new run has no past, whatever else was in this directory.
+        past = Past() if is_new else read_past(state.path, report_steps=config.metrics.every_steps)
         record = Record(state.path, config.name)
+        team = make_team(loaded, state, lineage, record) if config.elastic.has_peers else None
         settings = ControlSettings(config.supervisor.control_group, metrics_port=config.supervisor.metrics_port)
-        with closing(record), _view(output, config.name, first.number) as view, Showing(view) as showing:
+        first = state.last_number + (0 if prepared else 1)
+        with closing(record), _view(output, config.name, first) as view, Showing(view) as showing:
             supervisor = Supervisor(
-                config, prepare, state_dir=state.path, sink=record, show=showing.show, stay_up=service
+                config,
+                prepare,
+                state_dir=state.path,
+                team=team,
+                sink=record,
+                show=showing.show,
+                stay_up=service,
+                past=past,
             )
             ending = asyncio.run(serve(supervisor, record, settings))
         if ending.error is not None:
             raise ending.error
         if ending.outcome is not None:
             view.summary(ending.outcome, str(state.path))
+    if ending.state is State.STOPPED:
+        raise typer.Exit(stopped_code)
 
 
 def _warn(text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,22 +18,49 @@ from elastictrain.cli.lineage import run_in_store, with_patience
 from elastictrain.config import JobConfig, LoadedJob
 from elastictrain.core.batch import resolve_batch
 from elastictrain.core.identity import REWIND
+from elastictrain.core.membership import Lineage, Plan
 from elastictrain.core.snapshot_interval import mean_time_between_failures_s
 from elastictrain.errors import BusyError, StateDirError
 from elastictrain.protocol import (
     BOARD_FILE,
     LOCK_FILE,
-    OUTCOME_FILE,
+    LOOPBACK,
     RUNS_DIR,
     SNAPSHOTS_DIR,
-    SPEC_FILE,
+    Group,
     JobIdentity,
     RunSpec,
     SnapshotSource,
     StopBoard,
 )
 from elastictrain.supervisor.incarnation import Incarnation
+from elastictrain.supervisor.past import read_past
 from elastictrain.supervisor.pruning import prune
+from elastictrain.supervisor.team import Assignment
+
+
+def group_of(plan: Plan, place: int) -> Group:
+    """The worker group of a plan, as the node at a place sees it."""
+    members = plan.members
+    if len(members) == 1:
+        return Group(
+            plan.attempt,
+            world_size=plan.world_size,
+            hosts=(members[0].host,),
+            addresses=(LOOPBACK,),
+        )
+    return Group(
+        plan.attempt,
+        node=place,
+        num_nodes=len(members),
+        first_rank=plan.first_rank_of(place),
+        world_size=plan.world_size,
+        address=members[place].address,
+        store_host=members[0].address,
+        store_port=members[0].store_port,
+        hosts=tuple(member.host for member in members),
+        addresses=tuple(member.address for member in members),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +126,85 @@ class StateDir:
             owner.unlink(missing_ok=True)
             lock.release()
 
-    def prepare(self, job: LoadedJob, options: StartOptions | None = None) -> Incarnation:
+    def prepare(
+        self, job: LoadedJob, options: StartOptions | None = None, assignment: Assignment | None = None
+    ) -> Incarnation:
         """Everything that a start needs: the job's identity, and the folder of the next incarnation.
+
+        Args:
+            job: as it was loaded.
+            options: where to begin.
+            assignment: what several nodes have agreed on; default: this one is alone.
 
         Raises:
             ConfigError: the batch sizes do not fit together or the number of ranks.
             StorageError: the store of snapshots cannot be reached.
         """
         options = options if options is not None else StartOptions()
-        return self._new_incarnation(job, self._identify(job.config, options), options)
+        if assignment is None or assignment.plan is None:
+            number = self.last_number + 1
+            num_ranks = job.config.elastic.nproc_per_node
+            group = Group(
+                f"{job.config.name}-{number}-{secrets.token_hex(3)}",
+                world_size=num_ranks,
+                hosts=(socket.gethostname(),),
+                addresses=(LOOPBACK,),
+            )
+            return self._new_incarnation(job, self._identify(job.config, options), options, number, group)
+        plan = assignment.plan
+        identity = self._adopt(job.config, plan)
+        group = group_of(plan, assignment.place)
+        return self._new_incarnation(
+            job, identity, options, plan.number, group, listener=assignment.listener, has_begun=plan.lineage.has_begun
+        )
 
-    def _identify(self, config: JobConfig, options: StartOptions) -> JobIdentity:
-        """The job's identity: kept from its first start, adopted from its snapshots where this directory is new (a
-        replaced node), or made now."""
+    def lineage(self, config: JobConfig, options: StartOptions) -> Lineage:
+        """The run that this node would go on with, for the nodes to agree on one.
+
+        Raises:
+            StorageError: the store of snapshots cannot be reached.
+        """
+        run_id, kept_size, source, goes_on = self._run_of(config, options)
+        if options.source is not None and not goes_on:
+            run_id = run_id or secrets.token_hex(4)
+            self._pin(options.source, run_id, config)
+        run_id = run_id or secrets.token_hex(4)
+        return Lineage(
+            run_id,
+            kept_size,
+            source.url if source is not None else "",
+            source.run_id if source is not None else "",
+            source.global_step if source is not None else 0,
+            is_asked_for=options.fresh or (options.source is not None and not goes_on),
+            has_begun=self._has_started(run_id),
+        )
+
+    def _adopt(self, config: JobConfig, plan: Plan) -> JobIdentity:
+        """Takes on what the nodes have agreed on."""
+        lineage = plan.lineage
+        batch = resolve_batch(
+            micro_batch_size=config.train.micro_batch_size,
+            global_batch_size=config.train.global_batch_size,
+            accumulation_steps=config.train.accumulation_steps,
+            world_size=plan.world_size,
+            kept_global_batch_size=lineage.global_batch_size,
+        )
+        identity = JobIdentity(
+            run_id=lineage.run_id,
+            global_batch_size=batch.global_batch_size if config.train.global_batch_size is None else None,
+            source=SnapshotSource(lineage.source_url, lineage.source_run_id, lineage.source_step)
+            if lineage.source_url
+            else None,
+        )
+        if identity != JobIdentity.read(self.path):
+            identity.write(self.path)
+        return identity
+
+    def _run_of(
+        self, config: JobConfig, options: StartOptions
+    ) -> tuple[str | None, int | None, SnapshotSource | None, bool]:
+        """The run to go on with: kept from its first start, adopted from its snapshots where this directory is new (a
+        replaced node), or None for a new one; its batch, its source, and whether it is the one of `options.source`."""
         kept = JobIdentity.read(self.path)
         run_id, kept_size, source = None, None, None
         if kept is not None:
@@ -124,13 +218,18 @@ class StateDir:
             and (kept.source.url, kept.source.run_id) == (options.source.url, options.source.run_id)
         )
         if options.fresh or (options.source is not None and not goes_on):
-            run_id, source = None, options.source
+            run_id, kept_size, source = None, None, options.source
+        return run_id, kept_size, source, goes_on
+
+    def _identify(self, config: JobConfig, options: StartOptions) -> JobIdentity:
+        """The job's identity, on one node."""
+        run_id, kept_size, source, goes_on = self._run_of(config, options)
         batch = resolve_batch(
             micro_batch_size=config.train.micro_batch_size,
             global_batch_size=config.train.global_batch_size,
             accumulation_steps=config.train.accumulation_steps,
             world_size=config.elastic.nproc_per_node,
-            kept_global_batch_size=kept_size if run_id is not None else None,
+            kept_global_batch_size=kept_size,
         )
         identity = JobIdentity(
             run_id=run_id or secrets.token_hex(4),
@@ -141,7 +240,7 @@ class StateDir:
             # Before anything of the new run is durable, the old run's retention must not take its beginning away. The
             # pin comes first: a run that knows its source can rely on it.
             self._pin(options.source, identity.run_id, config)
-        if identity != kept:
+        if identity != JobIdentity.read(self.path):
             identity.write(self.path)
         return identity
 
@@ -163,14 +262,24 @@ class StateDir:
             "The snapshot to begin with must be marked as needed in its store, so that it is not deleted.",
         )
 
-    def _new_incarnation(self, job: LoadedJob, identity: JobIdentity, options: StartOptions) -> Incarnation:
+    def _new_incarnation(
+        self,
+        job: LoadedJob,
+        identity: JobIdentity,
+        options: StartOptions,
+        number: int,
+        group: Group,
+        *,
+        listener: socket.socket | None = None,
+        has_begun: bool = False,
+    ) -> Incarnation:
         """Lays out the folder of the next incarnation."""
-        number = max(self._numbers(), default=0) + 1
         run_dir = self.path / RUNS_DIR / f"{number:04d}"
         run_dir.mkdir()
         StopBoard.create(run_dir / BOARD_FILE)
         RunSpec(
             incarnation=number,
+            group=group,
             state_dir=str(self.path),
             job_dir=str(job.module_dir) if job.module_dir is not None else None,
             config=job.config.model_dump(mode="json"),
@@ -178,12 +287,12 @@ class StateDir:
             run_id=identity.run_id,
             source=identity.source,
             allowed_differences=list(options.allowed_differences),
-            begins_run=not self._has_started(identity.run_id),
-            mean_time_between_failures_s=self._mean_time_between_failures_s(),
+            begins_run=not has_begun and not self._has_started(identity.run_id),
+            mean_time_between_failures_s=self._mean_time_between_failures_s(job.config),
         ).write(run_dir)
         kept = job.config.supervisor
         prune(self.path, keep_incarnations=kept.keep_incarnations, keep_incidents=kept.keep_incidents)
-        return Incarnation(run_dir, number, job.config.elastic.nproc_per_node)
+        return Incarnation(run_dir, number, job.config.elastic.nproc_per_node, group, listener)
 
     def _has_started(self, run_id: str) -> bool:
         """Whether an earlier incarnation here was of this run."""
@@ -193,19 +302,15 @@ class StateDir:
                     return True
         return False
 
+    @property
+    def last_number(self) -> int:
+        """Of the incarnations so far; 0 before the first."""
+        return max(self._numbers(), default=0)
+
     def _numbers(self) -> list[int]:
         return [int(p.name) for p in (self.path / RUNS_DIR).iterdir() if p.name.isdigit()]
 
-    def _mean_time_between_failures_s(self) -> float:
-        """From the lives of the incarnations so far: one without an outcome failed."""
-        uptime_s, num_failures = 0.0, 0
-        for number in self._numbers():
-            run_dir = self.path / RUNS_DIR / f"{number:04d}"
-            try:
-                began_s = (run_dir / SPEC_FILE).stat().st_mtime
-                ended_s = max(p.stat().st_mtime for p in run_dir.rglob("*"))
-            except (OSError, ValueError):
-                continue
-            uptime_s += max(0.0, ended_s - began_s)
-            num_failures += not (run_dir / OUTCOME_FILE).exists()
-        return mean_time_between_failures_s(uptime_s, num_failures)
+    def _mean_time_between_failures_s(self, config: JobConfig) -> float:
+        """From the lives of the worker groups so far, as the journal has them: by a clock that nobody sets."""
+        past = read_past(self.path, report_steps=config.metrics.every_steps)
+        return mean_time_between_failures_s(past.uptime_s, past.num_failures)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -19,6 +20,7 @@ from pydantic import (
 from elastictrain.core.window import EpochTail
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -164,11 +166,39 @@ class EvalConfig(Section):
     """Evaluate the averaged weights where model.ema_decay is set."""
 
 
+class EtcdConfig(Section):
+    """How to speak to etcd, where elastic.rendezvous names one."""
+
+    user: str | None = None
+    """Where etcd asks for one. The password is in password_file, or in ELASTICTRAIN_ETCD_PASSWORD."""
+    password_file: str | None = None
+    """File that holds the password."""
+    ca_cert: str | None = None
+    """PEM file of the authority that signed the servers' certificates; default: the system's."""
+    cert: str | None = None
+    """PEM file of this client's certificate."""
+    key: str | None = None
+    """PEM file of its key."""
+
+
 class ElasticConfig(Section):
     """Processes and how they talk."""
 
+    nodes: str = "1"
+    """How many nodes take part: a number, or "MIN:MAX". With fewer than MIN the job waits; a node that comes later is
+    taken in at the next step boundary, one that is lost is done without."""
     nproc_per_node: PositiveInt = 1
-    """Ranks on this node: one per GPU, or as many as you like on CPUs."""
+    """Ranks on this node: one per GPU, or as many as you like on CPUs. May differ between nodes."""
+    rendezvous: str = "local"
+    """Where the supervisors of the nodes find each other: "local" on one node; "c10d://HOST:PORT", where the supervisor
+    on HOST serves the store; "etcd://HOST:PORT,HOST:PORT,…", an etcd v3 cluster (docs/nodes.md)."""
+    etcd: EtcdConfig = EtcdConfig()
+    """How to speak to etcd."""
+    node_timeout_s: Annotated[float, Field(ge=0.5)] = 3.0
+    """A node that has not been heard of for so long, while the ranks of the others wait in a collective, is done
+    without."""
+    last_call_s: NonNegativeFloat = 3.0
+    """At the first start: how long to wait for more nodes once there are MIN."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA where torch sees a device for every local rank."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
@@ -188,6 +218,57 @@ class ElasticConfig(Section):
     fast_restart: bool = True
     """Fork agents and ranks from a process that has torch imported, so that a restart takes a fraction of a second.
     Off: every process is started anew."""
+
+    @property
+    def min_nodes(self) -> int:
+        """Of `nodes`."""
+        return int(self.nodes.partition(":")[0])
+
+    @property
+    def max_nodes(self) -> int:
+        """Of `nodes`."""
+        return int(self.nodes.rpartition(":")[2])
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether other nodes may take part."""
+        return self.rendezvous != "local"
+
+    @field_validator("nodes", mode="before")
+    @classmethod
+    def _take_a_number_of_nodes(cls, nodes: Any) -> Any:
+        return str(nodes) if isinstance(nodes, int) and not isinstance(nodes, bool) else nodes
+
+    @field_validator("nodes")
+    @classmethod
+    def _check_nodes(cls, nodes: str) -> str:
+        match = re.fullmatch(r"([1-9]\d{0,4})(?::([1-9]\d{0,4}))?", nodes)
+        if match is None or int(match[1]) > int(match[2] or match[1]):
+            raise ValueError(f'{nodes!r} is neither a number of nodes, such as "2", nor "MIN:MAX", such as "1:4"')
+        return nodes
+
+    @field_validator("rendezvous")
+    @classmethod
+    def _check_rendezvous(cls, rendezvous: str) -> str:
+        if rendezvous == "local":
+            return rendezvous
+        scheme, separator, places = rendezvous.partition("://")
+        if not separator or scheme not in ("c10d", "etcd") or not places:
+            raise ValueError(f'{rendezvous!r} is none of "local", "c10d://HOST:PORT", "etcd://HOST:PORT,…"')
+        if scheme == "c10d" and re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:/@,\s]+):[0-9]{1,5}", places) is None:
+            raise ValueError(f'{rendezvous!r} is not "c10d://HOST:PORT": one host, and a port')
+        if "@" in places:
+            raise ValueError("names a user or a password: elastic.etcd.user and password_file are for that")
+        return rendezvous
+
+    @model_validator(mode="after")
+    def _check_peers(self) -> ElasticConfig:
+        if self.max_nodes > 1 and not self.has_peers:
+            raise ValueError(
+                f'nodes = "{self.nodes}" needs a rendezvous where the nodes find each other: '
+                'rendezvous = "c10d://HOST:PORT" or "etcd://…"'
+            )
+        return self
 
     @property
     def join_timeout_s(self) -> float:

@@ -17,6 +17,7 @@ class Kind(StrEnum):
 
     SUPERVISOR_STARTED = "supervisor_started"
     INCARNATION_STARTED = "incarnation_started"
+    TRAINING_STARTED = "training_started"
     RANKS_TRAINING = "ranks_training"
     RESTORED = "restored"
     PROGRESS = "progress"

@@ -54,6 +54,7 @@ class History:
     incarnation: int | None = None
     alive: bool = False
     """The incarnation has started and not ended."""
+    attempt: str | None = None
     world_size: int | None = None
     global_step: int | None = None
     max_steps: int | None = None

@@ -71,6 +71,32 @@ class RankView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView:
+    """One node of a job on several, as this node's supervisor knows it."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _DESCRIBED
+
+    node: str
+    """Its name, unique within the job."""
+    host: str
+    """Its host's name."""
+    address: str
+    """Under which its ranks are reached."""
+    standing: str
+    """What it is about: ready, warming, running, leaving, away, done; silent: it is not heard of any more."""
+    reason: str
+    """Why, in words."""
+    first_rank: int | None
+    """Global rank of its first rank; null where it takes no part."""
+    num_ranks: int
+    """Ranks that it has."""
+    heard_s: float | None
+    """Seconds since it was last heard of; null for this node."""
+    is_me: bool
+    """Whether it is this node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorView:
     """What a living supervisor knows beyond its journal. What is None is known from there, or not at all.
 
@@ -81,7 +107,10 @@ class SupervisorView:
         max_steps: of the whole run.
         incarnation: number of the present, or last, worker group.
         world_size: ranks of the job.
-        ranks: those of this node.
+        ranks: those of all nodes.
+        attempt: name of the present, or last, worker group.
+        nodes: of the job, where there may be several.
+        cgroup: folder of the control group that the ranks of this node are in.
     """
 
     state: State
@@ -91,6 +120,9 @@ class SupervisorView:
     incarnation: int | None = None
     world_size: int | None = None
     ranks: tuple[RankView, ...] = ()
+    attempt: str | None = None
+    nodes: tuple[NodeView, ...] = ()
+    cgroup: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +220,9 @@ class Daemon:
     """Whether it answered. If it runs and does not answer, this is what the journal says."""
     socket: str | None = None
     """Path of its control socket."""
+    cgroup: str | None = None
+    """Folder of the control group that the present worker group is in; null where none could be made: then processes
+    that it starts are found by their environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,10 +277,14 @@ class Status:
     """The last evaluation."""
     incarnation: int | None
     """Number of the worker group."""
+    attempt: str | None
+    """Its name, the same on all nodes and in all logs."""
     world_size: int | None
     """Ranks in it, over all nodes."""
     ranks: list[RankView]
-    """The ranks of this node; empty where the supervisor does not answer."""
+    """The ranks of all nodes; empty where the supervisor does not answer."""
+    nodes: list[NodeView]
+    """The nodes; empty for a job on one node, and where the supervisor does not answer."""
     snapshots: Snapshots
     """The newest snapshots."""
     num_restarts: int

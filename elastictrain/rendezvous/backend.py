@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 
-from elastictrain.rendezvous.client import EtcdClient, EtcdError, EtcdLeaseGoneError, EtcdRefusedError, Stored
+from elastictrain.kv.client import EtcdClient, EtcdError, EtcdLeaseGoneError, EtcdRefusedError, Stored
 from elastictrain.rendezvous.codec import decode
 from elastictrain.rendezvous.entry import BACKEND
 

@@ -22,15 +22,6 @@ def creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:
-    from elastictrain.errors import ConfigError
+    from elastictrain.rendezvous.handler import create_handler
 
-    try:
-        from elastictrain.rendezvous.handler import create_handler
-    except ModuleNotFoundError as error:
-        if error.name != "urllib3":
-            raise
-        raise ConfigError(
-            f"the rendezvous backend {BACKEND} needs urllib3, which is not installed",
-            "install it with: pip install 'elastictrain[etcd]'",
-        ) from error
     return create_handler(parameters)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from elastictrain.protocol import (
     OUTCOME_FILE,
     RUNS_DIR,
     ErrorReport,
+    Group,
     StopBoard,
     read_error_reports,
 )
@@ -35,12 +37,23 @@ class Incarnation:
         run_dir: its folder.
         number: from 1, never reused within a state directory.
         num_ranks: on this node.
+        group: over all nodes; default: there is no other node.
+        listener: where the agent serves the store of a worker group of several nodes.
     """
 
-    def __init__(self, run_dir: Path, number: int, num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        number: int,
+        num_ranks: int = 1,
+        group: Group | None = None,
+        listener: socket.socket | None = None,
+    ) -> None:
         self.run_dir = run_dir
         self.number = number
         self.num_ranks = num_ranks
+        self.group = group if group is not None else Group(f"{number}", world_size=num_ranks)
+        self._listener = listener
         self.board = StopBoard(run_dir / BOARD_FILE)
         self._agent: AgentProcess | None = None
         self._launcher: Launcher | None = None
@@ -59,7 +72,13 @@ class Incarnation:
         """
         self._oom_kills_before = oom_kills()
         self._launcher = launcher
-        self._agent = launcher.launch(self.run_dir, self.command(), on_change)
+        self._agent = launcher.launch(self.run_dir, self.command(), on_change, self._listener)
+        self._give_up_listener()  # the agent has it
+
+    def _give_up_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     @property
     def agent_pid(self) -> int | None:
@@ -176,8 +195,14 @@ class Incarnation:
             self._agent.kill()
         sweep(self.run_dir)
 
+    def lose_agent(self) -> None:
+        """Ends the agent alone: the kernel tells its ranks, which keep their state and go."""
+        if self._agent is not None:
+            self._agent.kill()
+
     def close(self) -> None:
         self.kill()
+        self._give_up_listener()
         self.board.close()
 
 

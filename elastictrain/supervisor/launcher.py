@@ -21,6 +21,8 @@ from elastictrain.protocol import COMPILE_CACHE_DIR, ENV_RUN_DIR, LAUNCHER_LOG, 
 
 LONGEST_NUMBER = 12
 """Digits of the longest number of an incarnation, or rank."""
+READY_LOOK_S = 1.0
+"""How often to look whether a launcher that is not ready yet still lives."""
 CLOSE_S = 1.0
 """Beyond the grace: how long the launcher may take to end once it was told to."""
 
@@ -75,6 +77,7 @@ class Launcher:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._agent: AgentProcess | None = None
+        self._is_ready = asyncio.Event()
 
     @property
     def pid(self) -> int | None:
@@ -85,6 +88,7 @@ class Launcher:
         if self._process is not None and self._process.poll() is None and self._socket is not None:
             return
         self._forget()
+        self._is_ready.clear()
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         run_dir = self._state_dir / RUNS_DIR / EnvironmentSlot.placeholder(LONGEST_NUMBER)
         env = {
@@ -115,13 +119,29 @@ class Launcher:
         self._socket = mine
         asyncio.get_running_loop().add_reader(mine.fileno(), self._on_readable)
 
-    def launch(self, run_dir: Path, command: list[str] | None, on_change: Callable[[], None]) -> AgentProcess:
+    async def ready(self) -> None:
+        """Waits until the next agent would start at once; opens it first where it is closed, or has died."""
+        while True:
+            self.open()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(READY_LOOK_S):
+                    await self._is_ready.wait()
+                return
+
+    def launch(
+        self,
+        run_dir: Path,
+        command: list[str] | None,
+        on_change: Callable[[], None],
+        listener: socket.socket | None = None,
+    ) -> AgentProcess:
         """Has an agent started; there is one at a time.
 
         Args:
             run_dir: folder of its incarnation.
             command: what to run, where agents are not forked; None: the agent.
             on_change: called when it has started, and when it has ended.
+            listener: where it serves the store of a worker group of several nodes.
         """
         self.open()
         assert self._socket is not None
@@ -130,7 +150,8 @@ class Launcher:
             command if command is not None else [sys.executable, "-m", "elastictrain.training.agent", str(run_dir)]
         )
         try:
-            self._socket.send(LaunchAgent(str(run_dir), command).encoded)
+            message = LaunchAgent(str(run_dir), command).encoded
+            socket.send_fds(self._socket, [message], [listener.fileno()] if listener is not None else [])
         except OSError:
             self._lost()
         return agent
@@ -143,6 +164,9 @@ class Launcher:
                 if message is None:
                     self._lost()
                     return
+                if "ready" in message:
+                    self._is_ready.set()
+                    continue
                 if self._agent is None:
                     continue
                 if "started" in message:

@@ -12,7 +12,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,8 +24,10 @@ from elastictrain.core import lifecycle
 from elastictrain.core.events import Kind
 from elastictrain.core.lifecycle import State, Trigger
 from elastictrain.core.liveness import StepTimes
-from elastictrain.core.policy import Cause, CauseKind, Failure, Halt, classify, decide
-from elastictrain.core.status import SupervisorView
+from elastictrain.core.membership import Standing
+from elastictrain.core.past import Past, furthest_step
+from elastictrain.core.policy import Cause, CauseKind, Failure, Halt, Restart, classify, decide
+from elastictrain.core.status import RankView, SupervisorView
 from elastictrain.errors import BusyError, ElasticTrainError, HaltError, IllegalTransitionError, StorageError
 from elastictrain.procs import adopt_orphans
 from elastictrain.supervisor.events import EventSink, NullSink
@@ -35,6 +37,7 @@ from elastictrain.supervisor.life import Life, LifeEnd
 from elastictrain.supervisor.output import Event, Line
 from elastictrain.supervisor.remembered import Said
 from elastictrain.supervisor.settings import budget_of
+from elastictrain.supervisor.team import Alone, Assignment, Team
 
 FORWARDED = frozenset(
     {
@@ -53,8 +56,11 @@ FORWARDED = frozenset(
     }
 )
 """Events of the ranks that are kept as they come."""
+OF_ALL_NODES = frozenset({"progress", "snapshot_taken", "snapshot_durable", "evaluated"})
+"""Those of them that rank zero says for all: other nodes keep them as well."""
 SHOWN = {
     "incident_opened": "error",
+    "culprit_elsewhere": "warning",
     "rank_killed": "warning",
     "incarnation_ended": "warning",
     "restart_planned": "warning",
@@ -64,7 +70,11 @@ SHOWN = {
 }
 """Events of the supervisor that whoever watches the run should see, and how loud they are."""
 ASK_INTERVAL_S = 0.05
-_STAMPS = ("event", "level", "timestamp")
+TELL_ALL_S = 2.0
+"""How long to try to tell the other nodes of a stop; each can be told by itself as well."""
+ASSEMBLY_LOOK_S = 0.5
+"""How often what is being waited for is put into words anew."""
+_STAMPS = ("event", "level", "timestamp", "attempt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,26 +99,32 @@ class Supervisor:
 
     Args:
         config: of the job.
-        prepare: lays out the next incarnation; called in a thread, for it may wait for storage.
+        prepare: lays out the next incarnation, as the nodes have agreed; called in a thread, for it may wait for
+            storage.
         state_dir: of the job.
+        team: the nodes; default: this one alone.
         sink: keeps events.
         show: gets every line of the ranks, and what the supervisor has to say.
         stay_up: after a halt, wait for `resume` or `stop` rather than end. A job that was halted before its ranks ever
             trained ends all the same: its service has failed to start, and somebody waits to hear that.
+        past: what an earlier supervisor's journal says. Failures count on, its own death among them.
     """
 
     def __init__(
         self,
         config: JobConfig,
-        prepare: Callable[[], Incarnation],
+        prepare: Callable[[Assignment], Incarnation],
         *,
         state_dir: Path,
+        team: Team | None = None,
         sink: EventSink | None = None,
         show: Callable[[Line], None] = lambda _line: None,
         stay_up: bool = False,
+        past: Past | None = None,
     ) -> None:
         self._config = config
         self._prepare = prepare
+        self._team: Team = team if team is not None else Alone()
         self._state_dir = state_dir
         self._sink: EventSink = sink if sink is not None else NullSink()
         self._show = show
@@ -117,9 +133,14 @@ class Supervisor:
         self._reason = "the first worker group is being started"
         self._life: Life | None = None
         self._number = 0
+        self._attempt: str | None = None
+        self._world_size: int | None = None
+        self._announced = 0
+        """The incarnation of which a rank has said with what it began to train."""
         self._times = StepTimes()
         self._budget = budget_of(config)
-        self._failures: list[Failure] = []
+        self._past = past if past is not None else Past()
+        self._failures: list[Failure] = list(self._past.counted(time.monotonic()))
         self._outcome: dict[str, Any] | None = None
         self._error: ElasticTrainError | None = None
         self._restart_reason: str | None = None
@@ -127,7 +148,8 @@ class Supervisor:
         self._changed = asyncio.Event()
         self._num_signals = 0
         self._furthest: int | None = None
-        self._said = Said(config)
+        self._said = Said(config, self._past.data)
+        self._news: dict[str, dict[str, Any]] = {}
         self._snapshot_wanted = False
         self._launcher = Launcher(
             state_dir, fork=config.elastic.fast_restart, grace_s=config.supervisor.teardown_timeout_s
@@ -145,28 +167,42 @@ class Supervisor:
         adopt_orphans()
         self._catch_signals()
         await clear_away(self._state_dir, grace_s=self._config.supervisor.teardown_timeout_s)
-        self.emit("supervisor_started", pid=os.getpid(), version=__version__)
+        left = self._past.left
+        self.emit("supervisor_started", pid=os.getpid(), version=__version__, **(left.as_fields if left else {}))
+        if self._failures and isinstance(decision := self._decide(), Halt):
+            # They ended the supervisors before this one, which could not say so.
+            self._halt(decision)
+            return Ending(self._state, self._reason, None, self._error)
         self._launcher.open()
         try:
+            await self._team.open(self)
             while self._state not in lifecycle.FINAL:
                 if self._state is State.HALTED and not (self._stay_up and self._has_trained):
                     break
                 if self._state in (State.HALTED, State.DRAINED):
+                    self._team.stand(Standing.AWAY, self._reason)
                     await self._launcher.close()  # it may take long, and what is imported takes memory
                     if self._state in (State.HALTED, State.DRAINED):
                         await self._wait_for_change(None)
                 else:
                     await self._live_once()
         finally:
+            await self._team.close()
             await self._launcher.close()
         return Ending(self._state, self._reason, self._outcome, self._error)
 
     async def _live_once(self) -> None:
         """One worker group, and what follows from its end."""
+        assignment = await self._assemble()
+        if assignment is None:  # told to stop meanwhile
+            self._ended_on_request(None)
+            return
         try:
-            incarnation = await asyncio.to_thread(self._prepare)
+            incarnation = await asyncio.to_thread(self._prepare, assignment)
         except (ElasticTrainError, OSError) as problem:
             error = problem if isinstance(problem, ElasticTrainError) else _unwritable(self._state_dir, problem)
+            if assignment.listener is not None:
+                assignment.listener.close()
             if self._number == 0:
                 raise error from problem
             self._failed(_cannot_prepare(error), None)
@@ -177,6 +213,7 @@ class Supervisor:
             self._ended_on_request(None)
             return
         self._number = incarnation.number
+        self._attempt, self._world_size = incarnation.group.attempt, incarnation.group.world_size
         self._life = Life(
             incarnation,
             self._config,
@@ -186,6 +223,7 @@ class Supervisor:
             on_line=self._on_line,
             on_look=self._on_look,
             emit=self.emit,
+            spared=self._own_children,
         )
         try:
             end = await self._life.run()
@@ -193,11 +231,43 @@ class Supervisor:
             self._life = None
         await self._after_life(end, incarnation)
 
+    def _own_children(self) -> frozenset[int]:
+        launcher = self._launcher.pid
+        return self._team.pids | (frozenset() if launcher is None else {launcher})
+
+    async def _assemble(self) -> Assignment | None:
+        """Waits for the nodes that it takes; None if told to stop meanwhile."""
+        if isinstance(self._team, Alone):
+            return await self._team.assemble()
+        self._team.stand(Standing.WARMING, "its processes are being started")
+        steps = asyncio.create_task(self._until_assembled())
+        try:
+            while not steps.done():
+                changed = asyncio.create_task(self._wait_for_change(ASSEMBLY_LOOK_S))
+                await asyncio.wait({steps, changed}, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+                if self._state not in lifecycle.RUNNING:
+                    return None
+                if not steps.done() and self._team.waits_for:
+                    self._reason = self._team.waits_for
+            self._reason = "the ranks are being started"
+            return steps.result()
+        finally:
+            steps.cancel()
+
+    async def _until_assembled(self) -> Assignment:
+        await self._launcher.ready()
+        return await self._team.assemble()
+
     async def _after_life(self, end: LifeEnd, incarnation: Incarnation) -> None:
         outcome = end.outcome
+        has_peers = incarnation.group.num_nodes > 1
         if outcome is not None:
             self._outcome = outcome
-        if outcome is not None and outcome["complete"]:
+        if outcome is not None and outcome["complete"] and not await self._finish():
+            self._emit_end(end, "the last state could not be kept on another node", None)
+            self._move(Trigger.GROUP_FAILED, "the last state could not be kept on another node: once more")
+        elif outcome is not None and outcome["complete"]:
             self._move(Trigger.GROUP_COMPLETED, "all steps are done")
             self._emit_end(end, "complete", None)
             self.emit("completed", global_step=end.reached_step)
@@ -207,6 +277,12 @@ class Supervisor:
         elif self._restart_reason is not None:
             reason, self._restart_reason = self._restart_reason, None
             self._emit_end(end, reason, None)
+            self.emit("restart_planned", delay_s=0.0, reason=reason)
+        elif has_peers and all(rank_end.secondary for rank_end in end.ends):
+            # Each node counts its own failures. Whoever asked for this end, or failed, is another one.
+            reason = outcome["reason"] if outcome is not None else "ranks on another node ended"
+            self._emit_end(end, reason, None)
+            self._move(Trigger.GROUP_FAILED, reason)
             self.emit("restart_planned", delay_s=0.0, reason=reason)
         elif outcome is not None and not any(not rank_end.secondary for rank_end in end.ends):
             # Whoever started us has told the ranks themselves, as Slurm does.
@@ -222,6 +298,18 @@ class Supervisor:
             self._failed(cause, end, [report.as_error() for report in incarnation.reports()])
             await self._pause()
 
+    async def _finish(self) -> bool:
+        """All ranks here are done: waits until the job is, or somebody wants no more waiting."""
+        finishing = asyncio.create_task(self._team.finish())
+        try:
+            while not finishing.done() and self._state not in lifecycle.ENDING:
+                changed = asyncio.create_task(self._wait_for_change(ASSEMBLY_LOOK_S))
+                await asyncio.wait({finishing, changed}, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+            return finishing.result() if finishing.done() else True
+        finally:
+            finishing.cancel()
+
     def _ended_on_request(self, outcome: dict[str, Any] | None) -> None:
         reason = outcome["reason"] if outcome is not None else f"{self._reason}, before there was anything new to keep"
         self._move(Trigger.GROUP_ENDED, reason)
@@ -231,40 +319,38 @@ class Supervisor:
 
     def _failed(self, cause: Cause, end: LifeEnd | None, reports: list[ElasticTrainError] | None = None) -> None:
         """Takes note of a failure and decides what follows."""
-        now_s = time.monotonic()
         reached = end.failed_step if end is not None else self._furthest or 0
-        furthest_before = max((failure.reached_step for failure in self._failures), default=-1)
         self._failures.append(
             Failure(
-                at_s=now_s,
+                at_s=time.monotonic(),
                 reached_step=reached,
                 began_step=end is not None and end.began_step,
-                progressed=reached > furthest_before,
+                progressed=reached > furthest_step(self._failures),
                 cause=cause,
             )
         )
-        decision = decide(
-            self._failures,
-            self._budget,
-            now_s=now_s,
-            jitter=random.random(),
-            samples=self._said.samples_in_step(reached),
-        )
+        decision = self._decide()
         if isinstance(decision, Halt):
-            self._move(Trigger.GIVEN_UP, decision.reason)
-            self._error = HaltError(decision.reason, decision.hint)
-            if not cause.can_retry and reports:
-                self._error = reports[0]
-            self._error.exit_code = decision.exit_code
-            self.emit("halted", reason=decision.reason, hint=decision.hint)
+            self._halt(decision, reports[0] if not cause.can_retry and reports else None)
             return
         self._move(Trigger.GROUP_FAILED, decision.reason)
         self._delay_s = decision.delay_s
         self.emit("restart_planned", delay_s=round(decision.delay_s, 3), reason=decision.reason)
 
+    def _decide(self) -> Restart | Halt:
+        samples = self._said.samples_in_step(self._failures[-1].reached_step)
+        return decide(self._failures, self._budget, now_s=time.monotonic(), jitter=random.random(), samples=samples)
+
+    def _halt(self, decision: Halt, error: ElasticTrainError | None = None) -> None:
+        self._move(Trigger.GIVEN_UP, decision.reason)
+        self._error = error if error is not None else HaltError(decision.reason, decision.hint)
+        self._error.exit_code = decision.exit_code
+        self.emit("halted", reason=decision.reason, hint=decision.hint)
+
     async def _pause(self) -> None:
         """Waits before the next worker group, unless told otherwise."""
         if self._state is State.RECOVERING and self._delay_s > 0:
+            self._team.stand(Standing.WARMING, f"{self._reason}; it pauses")
             await self._wait_for_change(self._delay_s)
         if self._state in lifecycle.ENDING:
             self._ended_on_request(None)
@@ -279,7 +365,8 @@ class Supervisor:
     async def _wait_for_change(self, timeout_s: float | None) -> None:
         self._changed.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
 
     def emit(self, kind: str, /, **fields: Any) -> None:
         """Keeps an event, and shows it where it matters. A sink that fails costs the record, never the training."""
@@ -291,6 +378,7 @@ class Supervisor:
                 "level": SHOWN[kind],
                 "timestamp": datetime.now(UTC).isoformat(),
                 "incarnation": self._number,
+                "attempt": self._attempt,
             }
             self._show(Event(kind, {**fields, **stamps}))
 
@@ -300,6 +388,8 @@ class Supervisor:
             "cause": cause,
             "kind": classified.kind.value if classified is not None else "",
             "global_step": end.reached_step,
+            "failed_step": end.failed_step,
+            "began_step": end.began_step,
             "kept_step": end.kept_step,
             "lived_s": round(end.lived_s, 3),
         }
@@ -330,9 +420,15 @@ class Supervisor:
         self._said.hear(line)
         if line.name in ("snapshot_left_out", "snapshot_failed") and self._snapshot_wanted and self._life is not None:
             self._life.incarnation.board.ask_for_snapshot()
-        if line.name in FORWARDED:
+        is_first = line.name == "training_started" and self._announced != self._number
+        if is_first:
+            self._announced = self._number
+        if is_first or line.name in FORWARDED:
+            fields = {key: value for key, value in line.fields.items() if key not in _STAMPS}
+            if line.name in OF_ALL_NODES:
+                self._news[line.name] = fields
             with contextlib.suppress(Exception):
-                self._sink.append(line.name, {key: value for key, value in line.fields.items() if key not in _STAMPS})
+                self._sink.append(line.name, fields)
 
     def _on_look(self, life: Life) -> None:
         """The ranks' records were read."""
@@ -360,11 +456,43 @@ class Supervisor:
         if signum == signal.SIGINT and self._num_signals >= 3 and self._life is not None:
             self._life.kill()
 
+    # ---- what the other nodes ask for: `team.Orders`
+
+    def regroup(self, reason: str) -> None:
+        if self._life is None or self._state not in lifecycle.RUNNING or self._restart_reason is not None:
+            return
+        self._restart_reason = reason
+        self._move(Trigger.RESTART_ASKED, reason)
+        self._life.pass_on()
+
+    def abandon(self, reason: str) -> None:
+        if self._life is None:
+            return
+        if self._state in lifecycle.RUNNING:
+            self._restart_reason = reason
+            self._move(Trigger.RESTART_ASKED, reason)
+        self.emit("worker_group_abandoned", incarnation=self._number, reason=reason)
+        self._life.abandon()
+
+    def stop_with_all(self, reason: str) -> None:
+        if self._state not in lifecycle.ENDING:
+            self._stop(f"{reason}, on all nodes")
+
+    def waits_since_s(self) -> tuple[float, float]:
+        return self._life.waits_since_s(time.monotonic()) if self._life is not None else (0.0, 0.0)
+
+    def rank_views(self) -> Sequence[RankView]:
+        return self._said.rank_views(self._life, time.monotonic()) if self._life is not None else ()
+
+    def news(self) -> dict[str, dict[str, Any]]:
+        return self._news
+
     # ---- commands
 
     def _stop(self, reason: str) -> None:
         if self._state in lifecycle.FINAL:
             return
+        self._team.stand(Standing.LEAVING if self._life is not None else Standing.AWAY, reason)
         self._restart_reason = None
         already = self._state is State.STOPPING
         self._move(Trigger.STOP_ASKED, self._reason if already else reason)
@@ -375,6 +503,9 @@ class Supervisor:
             self._life.ask_to_stop(hurry=already)
 
     async def stop(self, reason: str) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TELL_ALL_S):
+                await self._team.stop_all(reason)
         self._stop(reason)
 
     async def checkpoint(self, timeout_s: float) -> int:
@@ -402,6 +533,7 @@ class Supervisor:
         before = self._state
         self._restart_reason = None
         self._move(Trigger.DRAIN_ASKED, "asked to drain")
+        self._team.stand(Standing.LEAVING if self._life is not None else Standing.AWAY, "asked to drain")
         if self._life is not None and before is not State.DRAINING:
             self._life.ask_to_stop()
         while self._state is State.DRAINING:
@@ -444,6 +576,7 @@ class Supervisor:
         """
         life = self._life
         ranks = self._said.rank_views(life, now_s) if life is not None else ()
+        ranks = tuple(sorted((*ranks, *self._team.other_ranks), key=lambda rank: rank.rank))
         reached = life.reached_step if life is not None else None
         return SupervisorView(
             state=self._state,
@@ -451,8 +584,11 @@ class Supervisor:
             global_step=reached if reached is not None else self._furthest,
             max_steps=self._said.max_steps,
             incarnation=self._number or None,
-            world_size=self._said.world_size,
+            attempt=self._attempt,
+            world_size=self._world_size if self._world_size is not None else self._said.world_size,
             ranks=ranks,
+            nodes=self._team.nodes,
+            cgroup=life.cgroup if life is not None else None,
         )
 
 

@@ -22,10 +22,12 @@ class Watch:
         run_dir: folder of the incarnation.
         num_ranks: how many there will be.
         started_s: when the incarnation was started, of `time.monotonic`.
+        first_rank: global rank of the first one.
     """
 
-    def __init__(self, run_dir: Path, num_ranks: int, started_s: float) -> None:
+    def __init__(self, run_dir: Path, num_ranks: int, started_s: float, first_rank: int = 0) -> None:
         self._run_dir = run_dir
+        self._first_rank = first_rank
         self._num_ranks = num_ranks
         self._started_s = started_s
         self._readers: dict[int, HeartbeatReader] = {}
@@ -38,15 +40,11 @@ class Watch:
                 if rank not in self._readers:
                     self._readers[rank] = HeartbeatReader(path)
         found = {rank: reader.read() for rank, reader in self._readers.items()}
-        missing = iter(rank for rank in range(self._num_ranks) if rank not in found)
+        first = self._first_rank
+        missing = iter(rank for rank in range(first, first + self._num_ranks) if rank not in found)
         while len(found) < self._num_ranks:
             found[next(missing)] = None
         return dict(sorted(found.items()))
-
-    def any_stands_still(self, since_s: float) -> bool:
-        """A glance: whether a rank has not moved since then. Those without a record are left to `heartbeats`."""
-        since_ns = int(since_s * NS_PER_S)
-        return any(0 < reader.moved_ns() < since_ns for reader in self._readers.values())
 
     def seen(self, heartbeats: dict[int, Heartbeat | None]) -> list[RankSeen]:
         """As `core.liveness` wants them; processes are taken to run (`with_process` looks)."""
@@ -58,7 +56,6 @@ class Watch:
                 tick_s=beat.tick_ns / NS_PER_S,
                 step=beat.step,
                 steps_done=beat.steps_done,
-                longest_step_s=beat.longest_step_ns / NS_PER_S,
             )
             if beat is not None
             else RankSeen(rank=rank, phase=None, moved_s=self._started_s, tick_s=self._started_s)

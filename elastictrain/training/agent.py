@@ -19,6 +19,9 @@ import signal
 import sys
 from pathlib import Path
 
+import psutil
+
+from elastictrain import cgroups
 from elastictrain.config.schema import JobConfig
 from elastictrain.procs import die_with_parent
 from elastictrain.protocol import ENV_RUN_DIR, EXITS_FILE, LOG_DIR, RunSpec, write_json
@@ -33,19 +36,19 @@ def main(run_dir: Path) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from elastictrain.training import local_rendezvous
+    from elastictrain.training import group_rendezvous
 
-    local_rendezvous.register()
+    group_rendezvous.register(spec.group)
     leave_signals_to_ranks()
     log_to_file(run_dir)
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
+        min_nodes=spec.group.num_nodes,
+        max_nodes=spec.group.num_nodes,
         nproc_per_node=int(spec.config["elastic"]["nproc_per_node"]),
-        run_id=run_id_of(spec),
-        rdzv_backend=local_rendezvous.BACKEND,
+        run_id=spec.group.attempt,
+        rdzv_backend=group_rendezvous.BACKEND,
         rdzv_configs={"timeout_s": store_timeout_s(spec)},
-        local_addr=local_rendezvous.ADDRESS,
+        local_addr=spec.group.address,
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=str(run_dir / LOG_DIR)),
@@ -67,11 +70,23 @@ def prepare(run_dir: Path) -> RunSpec:
     spec = RunSpec.read(run_dir)
     (run_dir / LOG_DIR).mkdir(exist_ok=True)
     os.environ[ENV_RUN_DIR] = str(run_dir)
+    cgroups.enter(run_dir)
+    if spec.group.num_nodes > 1 and (interface := interface_of(spec.group.address)) is not None:
+        # gloo listens where the host's name leads, which on many a machine is an address that no other can reach.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # Where NCCL keeps its flight record, and that it writes it when a collective times out; nothing without NCCL.
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(run_dir / "nccl-record-"))
     return spec
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an address; None if none has, as behind a translation of addresses."""
+    for name, found in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in found):
+            return str(name)
+    return None
 
 
 def leave_signals_to_ranks() -> None:
@@ -83,11 +98,6 @@ def leave_signals_to_ranks() -> None:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-
-
-def run_id_of(spec: RunSpec) -> str:
-    """What the rendezvous of an incarnation is called: never that of another."""
-    return f"{spec.config['name']}-{spec.incarnation}"
 
 
 def store_timeout_s(spec: RunSpec) -> float:

@@ -299,6 +299,9 @@ class Checkpointing:
             durable = self._durable_at_start == step
             self._end(clean=durable)
             return Kept(step if durable else None, durable)
+        if not complete and self._session.passes_on:
+            self._end(clean=False)
+            return Kept(newest.global_step, durable=False)
         durable = self._wait_for_durable(self._persister, newest)
         if not durable and self._persister.has_failed(step) and self._may_wait():
             # Somebody has damaged it, or taken it away; the state itself is still here.

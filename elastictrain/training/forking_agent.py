@@ -24,11 +24,10 @@ from elastictrain.training.agent import (
     leave_signals_to_ranks,
     log_to_file,
     prepare,
-    run_id_of,
     store_timeout_s,
     write_exits,
 )
-from elastictrain.training.local_rendezvous import ADDRESS, LocalRendezvous
+from elastictrain.training.group_rendezvous import GroupRendezvous
 
 GLANCE_S = 0.1
 """Longest time until the agent sees that all ranks are done; it sees at once when one dies."""
@@ -57,12 +56,13 @@ class ForkingAgent(LocalElasticAgent):
         return result
 
 
-def run_agent(run_dir: Path, ranks: EnvironmentSlot) -> int:
+def run_agent(run_dir: Path, ranks: EnvironmentSlot, store_fd: int | None) -> int:
     """Runs one incarnation in this process, a fresh fork of the launcher.
 
     Args:
         run_dir: its folder.
         ranks: where each rank says which it is.
+        store_fd: of the listening socket for the store of a worker group of several nodes, where this agent serves it.
 
     Returns:
         0 if every rank ended well, else 1.
@@ -85,10 +85,10 @@ def run_agent(run_dir: Path, ranks: EnvironmentSlot) -> int:
             role="default",
             local_world_size=int(spec.config["elastic"]["nproc_per_node"]),
             entrypoint=rank_main,
-            rdzv_handler=LocalRendezvous(run_id_of(spec), store_timeout_s(spec)),
+            rdzv_handler=GroupRendezvous(spec.group, store_timeout_s(spec), store_fd),
             max_restarts=0,
             monitor_interval=PAUSE_S,
-            local_addr=ADDRESS,
+            local_addr=spec.group.address,
         ),
         logs_specs=DefaultLogsSpecs(log_dir=str(run_dir / LOG_DIR)),
         start_method="fork",

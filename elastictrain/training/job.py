@@ -24,11 +24,11 @@ from elastictrain.logs import Logger
 from elastictrain.protocol import IMPORTS_FILE, METRICS_FILE, REPORTED_FILE, RunSpec
 from elastictrain.training import imports
 from elastictrain.training.checkpointing import Checkpointing, Kept
-from elastictrain.training.data import SeededReader, batches
+from elastictrain.training.data import batches
 from elastictrain.training.ema import Ema
 from elastictrain.training.evaluate import Evaluation, Evaluator
 from elastictrain.training.feed import Feed, Limits, my_spans
-from elastictrain.training.injection import drill_reader, drill_task
+from elastictrain.training.injection import drill_task, make_reader
 from elastictrain.training.inspection import inspecting
 from elastictrain.training.loop import Loop
 from elastictrain.training.metrics import MetricsWriter
@@ -81,9 +81,12 @@ class Job:
         spec: what the parent decided.
         session: a fresh session of this rank, in phase INIT.
         log: for events.
+        await_group: waits until this rank is in its process group. Task and data need none, and are made before.
     """
 
-    def __init__(self, spec: RunSpec, session: Session, log: Logger) -> None:
+    def __init__(
+        self, spec: RunSpec, session: Session, log: Logger, *, await_group: Callable[[], None] = lambda: None
+    ) -> None:
         self._started_s = perf_counter()
         self._spec = spec
         self._session = session
@@ -116,6 +119,8 @@ class Job:
             config.data.epoch_tail,
         )
         self._limits = self._checked_limits()
+        session.beat()
+        await_group()
         session.beat()  # each of these may take long: a rank that gets from one to the next is no hang
         self._trainee = self._build_trainee()
         self._shadow = Shadow(self._trainee.replica.module, self._task, session.place.device)
@@ -259,15 +264,11 @@ class Job:
 
     def _make_feed(self) -> Feed:
         config = self._config.data
-        reader = SeededReader(
-            self._train_data,
-            seed=self._session.seed,
-            stream=Stream.SAMPLE,
-            shuffle=config.shuffle,
-            seed_samples=config.seed_samples,
+        reader = make_reader(
+            self._session, self._plan, self._train_data, shuffle=config.shuffle, seed_samples=config.seed_samples
         )
         stream = batches(
-            drill_reader(self._session, reader, self._plan, shuffle=config.shuffle),
+            reader,
             self._task.collate,
             my_spans(self._session, self._plan, self._limits),
             num_workers=config.num_workers,

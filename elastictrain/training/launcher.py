@@ -29,12 +29,14 @@ from elastictrain.leftovers import LOOK_S, Farewell
 from elastictrain.procs import EnvironmentSlot, die_with_parent, forget_parent, show_as
 from elastictrain.protocol import (
     ENV_RUN_DIR,
+    ENV_STORE_FD,
     IMPORTS_FILE,
     LOG_DIR,
     AgentEnded,
     AgentStarted,
     LaunchAgent,
-    read_message,
+    LauncherReady,
+    read_message_with_fd,
 )
 from elastictrain.training.imports import import_quietly, package_of, probe, read_noted
 
@@ -104,6 +106,7 @@ class Launcher:
 
     def run(self) -> None:
         """Serves until the supervisor is gone."""
+        self._say(LauncherReady())
         while True:
             for key, _ in self._selector.select(self._idle_s()):
                 if key.fileobj is self._requests:
@@ -180,16 +183,19 @@ class Launcher:
 
     def _serve(self) -> bool:
         """One request; False if there is nobody any more."""
-        request = read_message(self._requests)
+        request, store_fd = read_message_with_fd(self._requests)
         if request is None:
             return False
         launch = LaunchAgent(**request)
         run_dir = Path(launch.run_dir)
         try:
-            pid = self._start(launch, run_dir)
+            pid = self._start(launch, run_dir, store_fd)
         except OSError as error:
             self._say(AgentEnded(None, None, f"no agent could be started: {error}"))
             return True
+        finally:
+            if store_fd is not None:
+                os.close(store_fd)
         self._agents[pid] = self._last_run_dir = run_dir
         if self._forks and not self._has_learnt:
             self._has_learnt = True
@@ -198,28 +204,30 @@ class Launcher:
         self._say(AgentStarted(pid))
         return True
 
-    def _say(self, message: AgentStarted | AgentEnded) -> None:
+    def _say(self, message: LauncherReady | AgentStarted | AgentEnded) -> None:
         try:
             self._requests.send(message.encoded)
         except OSError:
             return  # it is gone: the next `recv` says so
 
-    def _start(self, launch: LaunchAgent, run_dir: Path) -> int:
+    def _start(self, launch: LaunchAgent, run_dir: Path, store_fd: int | None) -> int:
         (run_dir / LOG_DIR).mkdir(exist_ok=True)
         with (run_dir / LOG_DIR / "agent.out").open("ab") as output:
             if self._forks:
-                return self._fork(run_dir, output.fileno())
+                return self._fork(run_dir, output.fileno(), store_fd)
+            store = {ENV_STORE_FD: str(store_fd)} if store_fd is not None else {}
             return subprocess.Popen(
                 launch.command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, ENV_RUN_DIR: str(run_dir)},
+                env={**os.environ, ENV_RUN_DIR: str(run_dir), **store},
+                pass_fds=[store_fd] if store_fd is not None else [],
                 start_new_session=True,
                 preexec_fn=_restore_signals,  # noqa: PLW1509 - this process has one thread
             ).pid
 
-    def _fork(self, run_dir: Path, output_fd: int) -> int:
+    def _fork(self, run_dir: Path, output_fd: int, store_fd: int | None) -> int:
         me = os.getpid()
         if pid := os.fork():
             return pid
@@ -239,7 +247,7 @@ class Launcher:
             show_as([sys.executable, "-m", "elastictrain.training.agent", str(run_dir)])
             from elastictrain.training.forking_agent import run_agent
 
-            code = run_agent(run_dir, self._ranks)
+            code = run_agent(run_dir, self._ranks, store_fd)
         except BaseException:  # noqa: BLE001 - the child must not go on as a second launcher
             traceback.print_exc()
         finally:

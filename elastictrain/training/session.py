@@ -37,6 +37,7 @@ from elastictrain.heartbeat import HeartbeatWriter, my_heartbeat
 from elastictrain.protocol import StopBoard
 from elastictrain.training.device import Place
 from elastictrain.training.randomness import Generators
+from elastictrain.training.vote import StopVote
 
 Applied = bool | Callable[[], bool]
 """Whether an update was applied; a callable where only the device knows yet, asked once, as late as possible."""
@@ -91,6 +92,8 @@ class Session:
         self.generators = Generators(place.device)
         self._board = board if board is not None else StopBoard.from_environment()
         self._heartbeat = heartbeat if heartbeat is not None else my_heartbeat()
+        self._vote = StopVote(place) if place.world_size > place.local_world_size else None
+        self._last_step: int | None = None
         self._snapshots_seen = self._board.snapshots_asked
         self._microbatch = 0
         self._counters = counters if counters is not None else Counters()
@@ -130,9 +133,18 @@ class Session:
         """
         if phase not in TRANSITIONS[self._phase]:
             check_transition(self._phase, phase)
+        if phase is Phase.OPTIMIZER and self._vote is not None:
+            self._end_vote(self._vote)
         self._move_to(phase)
         if self._leave_reason is not None:
             self._leave_here()
+
+    def _end_vote(self, vote: StopVote) -> None:
+        """The last moment of a step before its update: all ranks learn whether it is the last."""
+        if vote.end():
+            self._last_step = self.global_step + 1
+            if self.stop_reason is None:
+                self.stop_reason = "asked to stop on another node"
 
     def _move_to(self, phase: Phase) -> None:
         now_s = perf_counter()
@@ -203,11 +215,13 @@ class Session:
             self.enter(Phase.READY)
         if self.stop_reason is None and self._board.asked:
             self.stop_reason = "asked to stop"
-        if self._board.asked and self.place.is_rank_zero and self._board.last_step is None:
+        if self._vote is None and self._board.asked and self.place.is_rank_zero and self._board.last_step is None:
             # A lone rank can stop at once; others may have begun this step already, so all of them finish it.
             self._board.stop_after(self.global_step + (1 if self.place.world_size > 1 else 0))
         if self.must_stop:
             return None
+        if self._vote is not None:
+            self._vote.begin(self._board.asked)
         window = plan.window_at(self.sample_position)
         self._step = Step(self.global_step, window, window.share(self.place.rank, self.place.world_size))
         self._microbatch = 0
@@ -328,7 +342,12 @@ class Session:
         return self._board.hurry
 
     @property
+    def passes_on(self) -> bool:
+        """True when the next worker group follows at once: it finds the last snapshot in memory."""
+        return self._board.is_passing_on
+
+    @property
     def must_stop(self) -> bool:
         """True when the step after which all ranks stop has been committed."""
-        last_step = self._board.last_step
+        last_step = self._last_step if self._vote is not None else self._board.last_step
         return last_step is not None and self.global_step >= last_step

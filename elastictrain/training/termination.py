@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -23,6 +24,7 @@ from elastictrain.core.phases import Phase
 from elastictrain.heartbeat import heartbeat_paths, read_heartbeat
 from elastictrain.procs import ALARM_S, outlive_parent, read_stat
 from elastictrain.protocol import error_path
+from elastictrain.training.peers import hang_up
 from elastictrain.training.session import Session
 
 REPEAT_S = 0.2
@@ -38,14 +40,27 @@ class Termination:
         parent_pid: who started this process.
         grace_s: after which this process is gone once its main thread has noticed that its parent is; unless somebody
             stopped it.
+        has_joined: whether this rank is in its process group. Before, nobody can finish a step together: whoever is
+            told to stop leaves.
+        others: addresses of the other nodes.
     """
 
-    def __init__(self, session: Session, run_dir: Path, parent_pid: int, grace_s: float) -> None:
+    def __init__(
+        self,
+        session: Session,
+        run_dir: Path,
+        parent_pid: int,
+        grace_s: float,
+        has_joined: Callable[[], bool],
+        others: frozenset[str] = frozenset(),
+    ) -> None:
         self._session = session
         self._run_dir = run_dir
         self._pid = os.getpid()
         self._parent_pid = parent_pid
         self._grace_s = grace_s
+        self._has_joined = has_joined
+        self._others = others
         self._left = threading.Event()
         self._is_repeated = False
         self._is_limited = False
@@ -73,6 +88,8 @@ class Termination:
                 self._is_repeated = True
                 threading.Thread(target=self._repeat, name="leave", daemon=True).start()
             self._session.leave("another rank of this node ended")
+        elif not self._has_joined():
+            self._session.leave("asked to stop before all ranks were there")
         elif self._session.phase is not Phase.EXIT:
             self._session.request_stop("SIGTERM")
 
@@ -80,6 +97,8 @@ class Termination:
         # Python code can run here. The main thread may wait for a rank in which it cannot: that one is ended by its
         # alarm, and only then can this one keep its state.
         signal.setitimer(signal.ITIMER_REAL, ALARM_S + self._grace_s)
+        if self._others:
+            hang_up(self._others)  # it may be a rank of a node that is not there any more
         self._repeat()
 
     def _repeat(self) -> None:

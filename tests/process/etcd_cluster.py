@@ -6,21 +6,24 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol, TypeVar
 
 import pytest
 import urllib3
 
-from elastictrain.rendezvous.client import EtcdClient, EtcdError
-from elastictrain.rendezvous.settings import EtcdSettings
+from elastictrain.kv.client import EtcdClient, EtcdError
+from elastictrain.kv.settings import EtcdSettings
 from tests.process.helpers import wait_until
 
 NEEDS_ETCD = pytest.mark.skipif(
     shutil.which("etcd") is None, reason="needs the program etcd (Debian package etcd-server)"
 )
+
+T = TypeVar("T")
 
 
 def free_ports(count: int) -> list[int]:
@@ -32,6 +35,18 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+class Process(Protocol):
+    """What a member is to us: a `subprocess.Popen`, or something like it."""
+
+    def poll(self) -> int | None: ...
+
+    def send_signal(self, number: signal.Signals, /) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> int: ...
+
+
 class Cluster:
     """Members are numbered from 0.
 
@@ -39,16 +54,20 @@ class Cluster:
         folder: for their data and logs.
         size: how many members.
         server_options: for each of them; with `--cert-file` among them they serve TLS.
+        hosts: address of each; default: all on loopback, on ports that are free.
     """
 
-    def __init__(self, folder: Path, size: int, server_options: Sequence[str] = ()) -> None:
-        ports = free_ports(2 * size)
+    def __init__(
+        self, folder: Path, size: int, server_options: Sequence[str] = (), hosts: Sequence[str] | None = None
+    ) -> None:
+        ports = free_ports(2 * size) if hosts is None else [2379] * size + [2380] * size
+        hosts = hosts or ["127.0.0.1"] * size
         self.scheme = "https" if "--cert-file" in server_options else "http"
-        self.urls = [f"{self.scheme}://127.0.0.1:{port}" for port in ports[:size]]
-        self._peers = [f"http://127.0.0.1:{port}" for port in ports[size:]]
+        self.urls = [f"{self.scheme}://{host}:{port}" for host, port in zip(hosts, ports[:size], strict=True)]
+        self._peers = [f"http://{host}:{port}" for host, port in zip(hosts, ports[size:], strict=True)]
         self._folder = folder
         self._options = list(server_options)
-        self._processes: list[subprocess.Popen[bytes] | None] = [None] * size
+        self._processes: list[Process | None] = [None] * size
         self._token = folder.name
 
     @property
@@ -62,11 +81,12 @@ class Cluster:
     def start(self, *members: int) -> None:
         """Starts these members, or all that do not run."""
         for member in members or range(len(self.urls)):
-            if self._processes[member] is None:
+            if (process := self._processes[member]) is None or process.poll() is not None:
                 name, url, peer = f"m{member}", self.urls[member], self._peers[member]
                 initial = ",".join(f"m{place}={address}" for place, address in enumerate(self._peers))
                 with (self._folder / f"{name}.log").open("ab") as log:
-                    self._processes[member] = subprocess.Popen(
+                    self._processes[member] = self._spawn(
+                        member,
                         [
                             *("etcd", "--name", name, "--data-dir", str(self._folder / name)),
                             *("--listen-client-urls", url, "--advertise-client-urls", url),
@@ -75,9 +95,15 @@ class Cluster:
                             *("--logger", "zap", "--log-outputs", "stderr", "--unsafe-no-fsync"),
                             *self._options,
                         ],
-                        stdout=log,
-                        stderr=log,
+                        log,
                     )
+
+    def _spawn(self, member: int, command: list[str], log: IO[bytes]) -> Process:
+        return subprocess.Popen(command, stdout=log, stderr=log)
+
+    def _ask(self, member: int, question: Callable[[], T]) -> T:
+        """Calls a function that speaks to members, from where this one runs."""
+        return question()
 
     def wait_ready(self, settings: EtcdSettings | None = None) -> None:
         """Until a read goes through: there is a leader."""
@@ -90,7 +116,7 @@ class Cluster:
                 return False
             return True
 
-        wait_until(reads)
+        wait_until(lambda: self._ask(0, reads))
 
     def kill(self, *members: int) -> None:
         """Kills these members, or all, with SIGKILL; their data stays."""
@@ -110,13 +136,7 @@ class Cluster:
 
         def find() -> int | None:
             for member, url in enumerate(self.urls):
-                try:
-                    answer = urllib3.request(
-                        "POST", f"{url}/v3/maintenance/status", body=b"{}", timeout=5, retries=False
-                    )
-                    status = answer.json()
-                except (urllib3.exceptions.HTTPError, ValueError):
-                    continue
+                status = self._ask(member, partial(_status, url))
                 if status.get("leader") and status["leader"] == status["header"]["member_id"]:
                     return member
             return None
@@ -124,6 +144,16 @@ class Cluster:
         # 0 is a member too, so a tuple.
         found: tuple[int] = wait_until(lambda: None if (member := find()) is None else (member,))
         return found[0]
+
+
+def _status(url: str) -> dict[str, Any]:
+    """What a member says of itself; empty if it says nothing."""
+    try:
+        answer = urllib3.request("POST", f"{url}/v3/maintenance/status", body=b"{}", timeout=5, retries=False)
+        status: dict[str, Any] = answer.json()
+    except (urllib3.exceptions.HTTPError, ValueError):
+        return {}
+    return status
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import threading
+import time
 import uuid
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from elastictrain.checkpoint.format import snapshot_name
 from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
 from elastictrain.checkpoint.store import open_store
 from elastictrain.errors import ConfigError, MissingInputError, SnapshotDamagedError, StorageError
+from elastictrain.procs import Identity
 from elastictrain.testing import faulty_fs
 from tests.process.snapshot_payload import RUN_ID, assert_holds, layouts, store_of, tier_of, write
 
@@ -240,22 +242,29 @@ def test_a_source_that_was_damaged_is_not_stored(tier, tmp_path, protocol):
     assert store.snapshots() == []
 
 
-def test_leftovers_of_dead_writers_go_and_those_of_living_ones_stay(tier, tmp_path):
+@pytest.mark.parametrize("jump_s", [-3600.0, 0.0, 3600.0])
+def test_leftovers_of_dead_writers_go_and_those_of_living_ones_stay(tier, tmp_path, jump_s):
+    """Whatever the clock said when they were written."""
     store = store_of(tmp_path)
     name = put(store, tier, 1)
     dead = subprocess.Popen(["true"])
     dead.wait()
     host = os.uname().nodename
-    living = f".tmp-{snapshot_name(2, RUN_ID)}-{host}-{os.getpid()}-00000000"
-    elsewhere = f".tmp-{snapshot_name(2, RUN_ID)}-other_host-{dead.pid}-00000000"
+    me = Identity.mine()
+    writer = f"{me.pid}.{me.started_ticks}.{me.boot}"
+    living = f".tmp-{snapshot_name(2, RUN_ID)}-{host}-{writer}-00000000"
+    elsewhere = f".tmp-{snapshot_name(2, RUN_ID)}-other_host-{dead.pid}.1.{me.boot}-00000000"
     gone = [
-        f".tmp-{snapshot_name(2, RUN_ID)}-{host}-{dead.pid}-00000000",
+        f".tmp-{snapshot_name(2, RUN_ID)}-{host}-{dead.pid}.{me.started_ticks}.{me.boot}-00000000",
+        f".tmp-{snapshot_name(2, RUN_ID)}-{host}-{me.pid}.{me.started_ticks - 1}.{me.boot}-00000000",  # the same number
+        f".tmp-{snapshot_name(2, RUN_ID)}-{host}-{me.pid}.{me.started_ticks}.00000000-00000000",  # before a reboot
         f".damaged-{name}-00000000",
         snapshot_name(2, RUN_ID),
     ]
     for folder in [living, elsewhere, *gone]:
         (store.path / folder).mkdir()
         (store.path / folder / "model.safetensors").write_text("x")
+        os.utime(store.path / folder, (time.time() + jump_s,) * 2)
     assert store.leftovers() == sorted(gone)
     assert len(list(store.path.iterdir())) == 6, "only asked"
     assert store.clean_leftovers() == sorted(gone)

@@ -19,6 +19,7 @@ from elastictrain.errors import BY_NAME, ElasticTrainError, HaltError, WorkerFai
 from elastictrain.logs import MAX_LINE_BYTES, make_logger
 from elastictrain.protocol import (
     ErrorReport,
+    Group,
     RunSpec,
     SnapshotSource,
     StopBoard,
@@ -152,6 +153,7 @@ def test_causes_come_before_consequences(tmp_path: Path) -> None:
 def test_a_run_spec_comes_back_as_it_was(tmp_path: Path) -> None:
     spec = RunSpec(
         incarnation=3,
+        group=Group("job-3-abcdef", 1, 2, 2, 4, "10.0.0.2", "10.0.0.1", 29000, ("a", "b"), ("10.0.0.1", "10.0.0.2")),
         state_dir="/state",
         job_dir=None,
         config={"train": {"max_steps": 5}},

@@ -40,6 +40,10 @@ class EtcdSettings:
     key: Path | None = None
     request_timeout_s: float = DEFAULT_REQUEST_TIMEOUT_S
     """For one request to one member."""
+    call_timeout_s: float | None = None
+    """For one call, over all members, and the sign-in where there is a user. No member takes more than its share of
+    what is left, so one that is silent leaves time for the others. None: every member may take `request_timeout_s`, and
+    a call, where the sign-in has to be repeated, three times that for each member."""
     lease_ttl_s: int = DEFAULT_LEASE_TTL_S
     """How long the keys of a run stay after the last write to them."""
 
@@ -53,7 +57,9 @@ def parse_settings(
         ConfigError: something in them cannot be meant.
     """
     _known(options)
-    files = {name: _file(name, options[name]) for name in ("ca_cert", "cert", "key") if options.get(name)}
+    files: dict[str, Any] = {
+        name: _file(name, options[name]) for name in ("ca_cert", "cert", "key") if options.get(name)
+    }
     if ("cert" in files) != ("key" in files):
         raise ConfigError("--rdzv-conf gives one of `cert` and `key`", "a client's certificate needs both files")
     endpoints = tuple(_url(part.strip(), tls=bool(files)) for part in endpoint.split(","))

@@ -1,0 +1,65 @@
+"""Puts a node among the others: what `elastictrain run` needs for a job on several nodes."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Any
+
+from elastictrain.cli.agreement import must_agree, node_name
+from elastictrain.core.membership import Bounds, Lineage
+from elastictrain.kv.client import EtcdClient
+from elastictrain.supervisor.endpoint import endpoint_of
+from elastictrain.supervisor.muster import Muster, Self
+from elastictrain.supervisor.store_process import StoreProcess
+
+if TYPE_CHECKING:
+    from elastictrain.cli.state_dir import StateDir
+    from elastictrain.config import LoadedJob
+    from elastictrain.supervisor.events import EventSink
+
+
+def make_team(job: LoadedJob, state: StateDir, lineage: Lineage, sink: EventSink) -> Muster:
+    """This node's place among those of the job.
+
+    Args:
+        job: as it was loaded.
+        state: of this node.
+        lineage: the run that this node would go on with.
+        sink: takes events.
+
+    Raises:
+        ConfigError: the rendezvous cannot be used as it is configured.
+    """
+
+    def emit(kind: str, /, **fields: Any) -> None:
+        sink.append(kind, fields)
+
+    config = job.config
+    endpoint = endpoint_of(config.elastic)
+    host = socket.gethostname()
+    me = Self(
+        job=config.name,
+        node=node_name(host, state.path),
+        host=host,
+        address=endpoint.my_address(),
+        num_ranks=config.elastic.nproc_per_node,
+        must_agree=must_agree(job),
+    )
+    store = StoreProcess(endpoint.host, endpoint.port, sink) if endpoint.is_here else None
+    return Muster(
+        me,
+        EtcdClient(endpoint.settings),
+        Bounds(
+            min_nodes=config.elastic.min_nodes,
+            max_nodes=config.elastic.max_nodes,
+            last_call_s=config.elastic.last_call_s,
+            micro_batch_size=config.train.micro_batch_size,
+            global_batch_size=config.train.global_batch_size,
+            samples_per_rank=config.train.micro_batch_size * (config.train.accumulation_steps or 1),
+        ),
+        node_timeout_s=config.elastic.node_timeout_s,
+        lineage=lineage,
+        last_number=state.last_number,
+        store=store,
+        emit=emit,
+    )

@@ -1,0 +1,357 @@
+"""Who takes part: the nodes of a job, and the plan of the next worker group that they agree on.
+
+Every supervisor publishes what its node is about (`Node`), and sees what the others have published. There is one plan,
+written by compare-and-swap: of several nodes that write the next one, one succeeds, and a plan's number is never used
+again. So a node that has been cut off and comes back cannot act under an old number: nobody takes part in that one any
+more, and a step of a worker group needs all of its ranks.
+
+A node is told from a dead one by its record, which changes every moment while its supervisor lives, and by nothing that
+a clock says: it is dead when its record has stood still under our own eyes (`Sightings`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+
+class Standing(StrEnum):
+    """What a node is about."""
+
+    READY = "ready"
+    """Its supervisor waits to take part in the next worker group, and can at once."""
+    WARMING = "warming"
+    """It will be ready soon: its processes are being started, or it pauses after a failure."""
+    RUNNING = "running"
+    """Its ranks are part of worker group `number`, or are ending."""
+    LEAVING = "leaving"
+    """The same, but it takes no part in the next one."""
+    AWAY = "away"
+    """Drained, or halted: it takes no part."""
+    DONE = "done"
+    """Its ranks have done the job's last step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """Which run a node goes on with.
+
+    Args:
+        run_id: of its snapshots.
+        global_batch_size: what an earlier start fixed; None where none did, or the job file fixes it.
+        source_url: store of the snapshot of another run that it began with; "" for none.
+        source_run_id: that other run.
+        source_step: and the step of it.
+        is_asked_for: somebody asked for this run at this node's start (`--fresh`, `--from`).
+        has_begun: an earlier worker group of this run was on this node.
+    """
+
+    run_id: str
+    global_batch_size: int | None
+    source_url: str = ""
+    source_run_id: str = ""
+    source_step: int = 0
+    is_asked_for: bool = False
+    has_begun: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What a node's supervisor has published.
+
+    Args:
+        node: its name, unique within the job, the same after a restart of its supervisor.
+        host: as its users know it.
+        address: under which its ranks are reached.
+        num_ranks: that it has.
+        standing: what it is about.
+        number: the highest number of a worker group that it has taken part in.
+        store_port: where its next worker group's store listens already, if it comes to serve it.
+        lineage: the run that it goes on with.
+        must_agree: what has to be the same on all nodes, by name.
+        reason: of its standing, in words.
+    """
+
+    node: str
+    host: str
+    address: str
+    num_ranks: int
+    standing: Standing
+    number: int
+    store_port: int
+    lineage: Lineage
+    must_agree: Mapping[str, str] = field(default_factory=dict)
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A node's part in a plan.
+
+    Args:
+        node: its name.
+        host: as its users know it.
+        address: under which its ranks are reached.
+        num_ranks: that it has.
+        store_port: where the worker group's store listens, if this is the first member.
+    """
+
+    node: str
+    host: str
+    address: str
+    num_ranks: int
+    store_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One worker group over all nodes.
+
+    Args:
+        number: of the incarnation, on every node; never used again.
+        attempt: its name in all logs.
+        members: in the order of their ranks; the first one serves the worker group's store.
+        lineage: the run that all go on with.
+        stop_reason: somebody has asked for the end of the whole job, and why.
+        is_complete: the job's last step is done.
+    """
+
+    number: int
+    attempt: str
+    members: tuple[Member, ...]
+    lineage: Lineage
+    stop_reason: str = ""
+    is_complete: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return sum(member.num_ranks for member in self.members)
+
+    def place_of(self, node: str) -> int | None:
+        """The node's place among the members; None if it is none."""
+        return next((place for place, member in enumerate(self.members) if member.node == node), None)
+
+    def first_rank_of(self, place: int) -> int:
+        """The global rank of a member's first rank."""
+        return sum(member.num_ranks for member in self.members[:place])
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How many may take part.
+
+    Args:
+        min_nodes: with fewer the job waits.
+        max_nodes: more stay in reserve.
+        last_call_s: at the first start, how long to wait for more nodes.
+        micro_batch_size: samples per forward pass.
+        global_batch_size: samples per step, where the job file fixes it.
+        samples_per_rank: of a step, where it is this that the job file fixes: the first plan makes the global batch.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    last_call_s: float
+    micro_batch_size: int
+    global_batch_size: int | None
+    samples_per_rank: int
+
+    def max_ranks(self, lineage: Lineage) -> int | None:
+        """More would have nothing to do: a step has so many microbatches. None where that is open still."""
+        size = self.global_batch_size or lineage.global_batch_size
+        return size // self.micro_batch_size if size is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The nodes that would take part in the next worker group.
+
+    Args:
+        nodes: in the order of their ranks.
+        reserve: those that are ready and left out, and why.
+    """
+
+    nodes: tuple[Node, ...]
+    reserve: Mapping[str, str]
+
+
+def reference(plan: Plan | None, nodes: Sequence[Node]) -> Node | None:
+    """The node that the others have to agree with: the first member that is there, else the first by name."""
+    present = {node.node: node for node in nodes if node.standing is not Standing.AWAY}
+    for member in plan.members if plan is not None else ():
+        if member.node in present:
+            return present[member.node]
+    return present[min(present)] if present else None
+
+
+def differences(node: Node, other: Node) -> list[str]:
+    """In words, what should be the same on both and is not."""
+    names = sorted({*node.must_agree, *other.must_agree})
+    return [
+        f"{name} is {node.must_agree.get(name, 'unknown')} here and {other.must_agree.get(name, 'unknown')} there"
+        for name in names
+        if node.must_agree.get(name) != other.must_agree.get(name)
+    ]
+
+
+def line_up(plan: Plan | None, nodes: Sequence[Node], bounds: Bounds) -> Line:
+    """Who of the nodes that are ready takes part: former members first, in their order, then the others by name."""
+    former = {member.node: place for place, member in enumerate(plan.members)} if plan is not None else {}
+    ready = [node for node in nodes if node.standing is Standing.READY]
+    ready.sort(key=lambda node: (former.get(node.node, len(former)), node.node))
+    ruler = reference(plan, nodes)
+    chosen: list[Node] = []
+    reserve: dict[str, str] = {}
+    num_ranks = 0
+    max_ranks = bounds.max_ranks(agreed_lineage(ready)) if ready else None
+    for node in ready:
+        if ruler is not None and (found := differences(node, ruler)):
+            reserve[node.node] = "; ".join(found)
+        elif len(chosen) == bounds.max_nodes:
+            reserve[node.node] = f"there are {bounds.max_nodes} nodes already"
+        elif max_ranks is not None and num_ranks + node.num_ranks > max_ranks:
+            reserve[node.node] = f"a step has {max_ranks} microbatches, too few for its ranks as well"
+        else:
+            chosen.append(node)
+            num_ranks += node.num_ranks
+    return Line(tuple(chosen), reserve)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """No plan can be made yet.
+
+    Args:
+        reason: in words.
+    """
+
+    reason: str
+
+
+def next_plan(
+    plan: Plan | None, nodes: Sequence[Node], me: str, bounds: Bounds, *, quiet_s: float, token: str, job: str
+) -> Plan | Wait:
+    """The plan of the next worker group, if it can be made now and this node is the one to write it.
+
+    Args:
+        plan: the last one.
+        nodes: all that live, this one included.
+        me: this node.
+        bounds: how many may take part.
+        quiet_s: for how long the same nodes have been ready.
+        token: makes the attempt's name unique.
+        job: name of the job.
+    """
+    busy = [node for node in nodes if node.standing in (Standing.RUNNING, Standing.LEAVING)]
+    if busy:
+        return Wait(f"the ranks on {_names(busy)} have not ended yet")
+    line = line_up(plan, nodes, bounds)
+    if me in line.reserve:
+        return Wait(f"this node is in reserve: {line.reserve[me]}")
+    if len(line.nodes) < bounds.min_nodes:
+        missing = bounds.min_nodes - len(line.nodes)
+        here = (
+            f"{_names(line.nodes)} {'is' if len(line.nodes) == 1 else 'are'} ready" if line.nodes else "none is ready"
+        )
+        return Wait(
+            f"waits for {missing} more node{'s' if missing > 1 else ''}: {here}, elastic.nodes asks for "
+            f"{bounds.min_nodes}"
+        )
+    former = {member.node for member in plan.members} if plan is not None else set()
+    warming = [n for n in nodes if n.standing is Standing.WARMING and (n.node in former or not former)]
+    if warming:
+        return Wait(f"waits for {_names(warming)}, which will be ready soon")
+    goes_on = any(node.node in former for node in line.nodes)
+    if not goes_on and len(line.nodes) < bounds.max_nodes and quiet_s < bounds.last_call_s:
+        return Wait(f"{_names(line.nodes)} {'is' if len(line.nodes) == 1 else 'are'} ready; more may come")
+    if line.nodes[0].node != me:
+        return Wait(f"{line.nodes[0].host} makes the plan")
+    number = 1 + max([node.number for node in nodes] + ([plan.number] if plan is not None else []))
+    members = tuple(Member(n.node, n.host, n.address, n.num_ranks, n.store_port) for n in line.nodes)
+    lineage = agreed_lineage(line.nodes)
+    if bounds.global_batch_size is None and lineage.global_batch_size is None:
+        world_size = sum(member.num_ranks for member in members)
+        lineage = replace(lineage, global_batch_size=bounds.samples_per_rank * world_size)
+    return Plan(number, f"{job}-{number}-{token}", members, lineage)
+
+
+def agreed_lineage(nodes: Sequence[Node]) -> Lineage:
+    """The run that all go on with: one that was asked for, else the one that got furthest, else the first node's."""
+    best = max(nodes, key=lambda n: (n.lineage.is_asked_for, n.lineage.has_begun, n.number, -nodes.index(n)))
+    begun = any(n.lineage.has_begun and n.lineage.run_id == best.lineage.run_id for n in nodes)
+    return replace(best.lineage, is_asked_for=False, has_begun=begun)
+
+
+def regroup_reason(plan: Plan, nodes: Sequence[Node], bounds: Bounds) -> str:
+    """Why the members should stop at the next step boundary and begin a new worker group; "" if they should not.
+
+    Args:
+        plan: the one that runs.
+        nodes: all that live.
+        bounds: how many may take part.
+    """
+    by_name = {node.node: node for node in nodes}
+    leaving = [n for n in nodes if n.standing is Standing.LEAVING and plan.place_of(n.node) is not None]
+    if leaving:
+        return f"{_names(leaving)} leaves"
+    if len(plan.members) != sum(member.node in by_name for member in plan.members):
+        return ""  # one is being lost: first things first
+    # As if the members were ready too.
+    members = [replace(by_name[member.node], standing=Standing.READY) for member in plan.members]
+    others = [n for n in nodes if plan.place_of(n.node) is None]
+    line = line_up(plan, [*members, *others], bounds)
+    joining = [node for node in line.nodes if plan.place_of(node.node) is None]
+    return f"{_names(joining)} {'joins' if len(joining) == 1 else 'join'}" if joining else ""
+
+
+def lost_members(plan: Plan, nodes: Sequence[Node], me: str) -> list[Member]:
+    """The other members whose ranks are no part of this worker group any more: they have no living record, or have
+    ended their part and wait for the next plan."""
+    by_name = {node.node: node for node in nodes}
+    ended = (Standing.READY, Standing.WARMING, Standing.AWAY)
+    lost = []
+    for member in plan.members:
+        node = by_name.get(member.node)
+        if member.node != me and (node is None or (node.standing in ended and node.number >= plan.number)):
+            lost.append(member)
+    return lost
+
+
+def _names(nodes: Sequence[Node]) -> str:
+    return ", ".join(sorted(node.host for node in nodes))
+
+
+class Sightings:
+    """For how long each node's record has stood still under our eyes. Time in which we could not look proves nothing.
+
+    Args:
+        gap_s: between two looks, above which the time between them does not count.
+    """
+
+    def __init__(self, gap_s: float) -> None:
+        self._gap_s = gap_s
+        self._seen: dict[str, tuple[str, float]] = {}
+        self._looked_s: float | None = None
+
+    def look(self, records: Mapping[str, str], now_s: float) -> None:
+        """Takes note of what the records say now.
+
+        Args:
+            records: by node, something that changes while the node lives.
+            now_s: on a clock that only goes forward.
+        """
+        gap_s = now_s - self._looked_s if self._looked_s is not None else 0.0
+        # Beyond what a look usually takes, it was we who did not look.
+        blind_s = gap_s if gap_s > self._gap_s else 0.0
+        self._looked_s = now_s
+        self._seen = {
+            node: (record, self._seen[node][1] + blind_s)
+            if node in self._seen and self._seen[node][0] == record
+            else (record, now_s)
+            for node, record in records.items()
+        }
+
+    def silent_s(self, node: str, now_s: float) -> float:
+        """For how long it has stood still; infinite for one that has no record."""
+        return now_s - self._seen[node][1] if node in self._seen else float("inf")

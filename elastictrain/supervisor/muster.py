@@ -1,0 +1,559 @@
+"""The supervisors of several nodes, through a key-value store that all of them reach: etcd, or one of our own.
+
+Each writes its own record, now and then, and reads everybody's in the same request; the plan of the next worker group
+is the one key that they share, and is changed by compare-and-swap alone. What follows from what is read is decided in
+`core.membership`. A store that cannot be reached stops nobody who trains: a step needs the ranks of all nodes, so as
+long as steps are made all nodes are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from pydantic import TypeAdapter, ValidationError
+
+from elastictrain.core.membership import (
+    Bounds,
+    Lineage,
+    Node,
+    Plan,
+    Sightings,
+    Standing,
+    differences,
+    lost_members,
+    next_plan,
+    reference,
+    regroup_reason,
+)
+from elastictrain.core.status import NodeView, RankView
+from elastictrain.errors import BusyError, ConfigError
+from elastictrain.kv.client import EtcdClient, EtcdError, EtcdLeaseGoneError, Stored
+from elastictrain.supervisor.store_process import StoreProcess
+from elastictrain.supervisor.team import Assignment, Orders
+
+PREFIX = "/elastictrain/job/"
+CALM_S = 0.5
+"""Between two looks at the others while ranks run."""
+BUSY_S = 0.1
+"""The same while a worker group is being put together."""
+MIN_LEASE_S = 30
+SERVED_TRIES = 5
+"""How often to ask whether it is a store that listens where ours should: it may be on its way up."""
+FAREWELL_S = 10.0
+"""How long to wait, at the end, for the others to hear of it."""
+
+_T = TypeVar("_T")
+_RUNS = (Standing.RUNNING, Standing.LEAVING)
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A node's record in the store.
+
+    Args:
+        life: of its supervisor's process.
+        turn: counts up.
+        about: what it says of itself.
+        ranks: for show.
+        news: the last that rank zero has said of each kind, where it is on this node.
+    """
+
+    life: str
+    turn: int
+    about: Node
+    ranks: tuple[RankView, ...] = ()
+    news: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+_RECORD = TypeAdapter(_Record)
+_PLAN = TypeAdapter(Plan)
+
+
+@dataclass(frozen=True, slots=True)
+class Self:
+    """What a node says of itself that does not change.
+
+    Args:
+        job: name of the job.
+        node: its name, unique within the job.
+        host: as its users know it.
+        address: under which its ranks are reached.
+        num_ranks: that it has.
+        must_agree: what has to be the same on all nodes.
+    """
+
+    job: str
+    node: str
+    host: str
+    address: str
+    num_ranks: int
+    must_agree: Mapping[str, str]
+
+
+class Muster:
+    """This node among the others. Implements `team.Team`.
+
+    Args:
+        me: this node.
+        client: of the store.
+        bounds: how many may take part.
+        node_timeout_s: after which a node that is not heard of is done without.
+        lineage: the run that this node goes on with.
+        last_number: of the worker groups that this node took part in.
+        store: the process that serves the store, where that is this node's to do.
+        emit: takes events.
+    """
+
+    def __init__(
+        self,
+        me: Self,
+        client: EtcdClient,
+        bounds: Bounds,
+        *,
+        node_timeout_s: float,
+        lineage: Lineage,
+        last_number: int,
+        store: StoreProcess | None,
+        emit: Callable[..., None],
+    ) -> None:
+        self._me = me
+        self._client = client
+        self._bounds = bounds
+        self._timeout_s = node_timeout_s
+        self._lineage = lineage
+        self._number = last_number
+        self._store = store
+        self._emit = emit
+        self._prefix = f"{PREFIX}{quote(me.job, safe='')}/"
+        self._life = secrets.token_hex(8)
+        self._turn = 0
+        self._standing = Standing.WARMING
+        self._reason = "its supervisor has just started"
+        self._listener: socket.socket | None = None
+        self._sightings = Sightings(gap_s=max(2 * CALM_S, node_timeout_s / 2))
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._lease: int | None = None
+        self._lease_renewed_s = float("-inf")
+        self._others: dict[str, _Record] = {}
+        self._living: list[Node] = []
+        self._news: dict[str, dict[str, Any]] = {}
+        self._plan: Plan | None = None
+        self._plan_revision = 0
+        self._mine: Plan | None = None
+        self._ready: tuple[frozenset[str], float] = (frozenset(), 0.0)
+        self._ends_heard: tuple[int, str] | None = None
+        self._has_looked = False
+        self._away_since_s: float | None = None
+        self._away_why = ""
+        self._is_ordered = False
+        self._waits_for = "the store has not been asked yet"
+        self._poke = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self._assembled: asyncio.Future[Assignment] | None = None
+        self._orders: Orders | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    # ---- for the supervisor
+
+    @property
+    def waits_for(self) -> str:
+        if self._away_since_s is not None:
+            away_s = time.monotonic() - self._away_since_s
+            return f"the store of the rendezvous cannot be reached since {away_s:.0f} s: {self._away_why}"
+        return self._waits_for
+
+    @property
+    def nodes(self) -> tuple[NodeView, ...]:
+        now_s = time.monotonic()
+        views = [self._view(self._about(), None)]
+        for name, record in self._others.items():
+            views.append(self._view(record.about, self._sightings.silent_s(name, now_s)))
+        return tuple(sorted(views, key=lambda view: (view.first_rank is None, view.first_rank, view.host)))
+
+    def _view(self, node: Node, silent_s: float | None) -> NodeView:
+        plan = self._mine if self._mine is not None else self._plan
+        place = plan.place_of(node.node) if plan is not None else None
+        return NodeView(
+            node=node.node,
+            host=node.host,
+            address=node.address,
+            standing=node.standing.value if silent_s is None or silent_s < self._timeout_s else "silent",
+            reason=node.reason,
+            first_rank=plan.first_rank_of(place) if plan is not None and place is not None else None,
+            num_ranks=node.num_ranks,
+            heard_s=silent_s,
+            is_me=silent_s is None,
+        )
+
+    @property
+    def other_ranks(self) -> tuple[RankView, ...]:
+        plan = self._mine
+        if plan is None:
+            return ()
+        ranks = [r for name, e in self._others.items() if plan.place_of(name) is not None for r in e.ranks]
+        return tuple(sorted(ranks, key=lambda rank: rank.rank))
+
+    async def open(self, orders: Orders) -> None:
+        self._orders = orders
+        if self._store is not None:
+            await self._open_store(self._store)
+        self._task = asyncio.create_task(self._run())
+
+    async def _open_store(self, store: StoreProcess) -> None:
+        try:
+            await store.open()
+        except BusyError:
+            # Another supervisor of the same job on this host, with a state directory of its own, may serve it already.
+            self._store = None
+            for _ in range(SERVED_TRIES):
+                if await self._in_thread(self._is_served):
+                    return
+            raise
+
+    def _is_served(self) -> bool:
+        try:
+            self._client.get(self._key_of_plan)
+        except EtcdError:
+            return False
+        return True
+
+    @property
+    def pids(self) -> frozenset[int]:
+        return frozenset(pid for pid in [self._store.pid if self._store is not None else None] if pid is not None)
+
+    def stand(self, standing: Standing, reason: str = "") -> None:
+        self._standing, self._reason = standing, reason
+        if standing not in _RUNS and standing is not Standing.DONE:
+            self._mine = None
+        self._poke.set()
+
+    async def assemble(self) -> Assignment:
+        """Waits until this node is part of a plan.
+
+        Raises:
+            ConfigError: this node has something different from the others that has to be the same.
+        """
+        self._is_ordered = False
+        self._assembled = asyncio.get_running_loop().create_future()
+        if self._listener is None:
+            self._listener = _listen(self._me.address)
+        self.stand(Standing.READY)
+        try:
+            return await self._assembled
+        except ConfigError as error:
+            self.stand(Standing.AWAY, error.what)
+            raise
+        finally:
+            self._assembled = None
+
+    async def finish(self) -> bool:
+        plan = self._mine
+        assert plan is not None
+        self.stand(Standing.DONE, "all its steps are done")
+        keeper = plan.members[0].node
+        if keeper == self._me.node:
+            await self._change_plan(lambda p: replace(p, is_complete=True) if p.number == plan.number else None)
+            return True
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._is_decided(plan, keeper))
+        return self._is_complete(plan) or keeper not in {lost.node for lost in self._lost(plan)}
+
+    def _is_complete(self, plan: Plan) -> bool:
+        return self._plan is not None and self._plan.number == plan.number and self._plan.is_complete
+
+    def _is_decided(self, plan: Plan, keeper: str) -> bool:
+        """Whether the first member has kept the last state, or will not any more."""
+        if self._away_since_s is not None:
+            # It has told the others for as long as it waits for them; a store that is gone is its own, and all is done.
+            return time.monotonic() - self._away_since_s > FAREWELL_S
+        return self._is_complete(plan) or keeper in {lost.node for lost in self._lost(plan)}
+
+    def _lost(self, plan: Plan) -> list[Any]:
+        return lost_members(plan, self._living, self._me.node)
+
+    async def stop_all(self, reason: str) -> None:
+        await self._change_plan(lambda plan: replace(plan, stop_reason=reason) if not plan.stop_reason else None)
+
+    async def close(self) -> None:
+        """Says farewell; where the store is this node's own, waits until the others have heard all there is to hear."""
+        if self._task is None:
+            return
+        task, self._task = self._task, None
+        if self._store is not None and self._has_looked:
+            deadline_s = time.monotonic() + FAREWELL_S
+            while time.monotonic() < deadline_s and self._away_since_s is None and self._is_heard_of():
+                await asyncio.sleep(BUSY_S)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        if self._away_since_s is None and self._has_looked:
+            with contextlib.suppress(EtcdError):
+                await self._in_thread(lambda: self._client.delete(self._key(self._me.node)))
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        if self._store is not None:
+            await self._store.close()
+
+    def _is_heard_of(self) -> bool:
+        """Whether somebody may still want to know how the job ended."""
+        return any(node.node != self._me.node and node.standing is not Standing.AWAY for node in self._living) and (
+            self._plan is not None and (self._plan.is_complete or bool(self._plan.stop_reason))
+        )
+
+    # ---- looking out
+
+    def _about(self) -> Node:
+        return Node(
+            node=self._me.node,
+            host=self._me.host,
+            address=self._me.address,
+            num_ranks=self._me.num_ranks,
+            standing=self._standing,
+            number=self._number,
+            store_port=self._store_port,
+            lineage=self._lineage,
+            must_agree=dict(self._me.must_agree),
+            reason=self._reason,
+        )
+
+    async def _run(self) -> None:
+        while True:
+            self._poke.clear()
+            try:
+                await self._look()
+            except EtcdError as error:
+                self._could_not_look(str(error))
+            async with self._changed:
+                self._changed.notify_all()
+            interval_s = BUSY_S if self._standing not in (Standing.RUNNING, Standing.AWAY) else CALM_S
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval_s):  # unlike `wait_for` of 3.11 it never swallows a cancellation
+                    await self._poke.wait()
+
+    async def _look(self) -> None:
+        self._turn += 1
+        orders = self._orders
+        assert orders is not None
+        has_rank_zero = self._mine is not None and self._mine.place_of(self._me.node) == 0
+        news = orders.news() if has_rank_zero else {}
+        record = _Record(self._life, self._turn, self._about(), tuple(orders.rank_views()), news)
+        value = json.dumps(asdict(record)).encode()
+        found = await self._in_thread(lambda: self._exchange(value))
+        now_s = time.monotonic()
+        if self._away_since_s is not None:
+            self._emit("store_back", away_s=round(now_s - self._away_since_s, 3))
+            self._away_since_s = None
+        self._take_in(found, now_s)
+        self._has_looked = True
+        await self._act(orders, now_s)
+
+    def _exchange(self, value: bytes) -> dict[str, Stored]:
+        key = self._key(self._me.node)
+        try:
+            return self._client.put_and_get_prefix(key, value, self._living_lease(), self._prefix)
+        except EtcdLeaseGoneError:
+            self._lease = None
+            return self._client.put_and_get_prefix(key, value, self._living_lease(), self._prefix)
+
+    def _living_lease(self) -> int:
+        """Records of nodes that nobody comes back to go by themselves."""
+        ttl_s = int(max(MIN_LEASE_S, 10 * self._timeout_s))
+        now_s = time.monotonic()
+        if self._lease is not None and now_s - self._lease_renewed_s < ttl_s / 3:
+            return self._lease
+        if self._lease is None or not self._client.keep_lease_alive(self._lease):
+            self._lease = self._client.grant_lease(ttl_s)
+        self._lease_renewed_s = now_s
+        return self._lease
+
+    def _take_in(self, found: Mapping[str, Stored], now_s: float) -> None:
+        others: dict[str, _Record] = {}
+        for key, stored in found.items():
+            if not key.startswith(f"{self._prefix}node/"):
+                continue
+            with contextlib.suppress(ValidationError):  # not ours; the one whose it is will write it again
+                record = _RECORD.validate_json(stored.value)
+                if record.about.node != self._me.node:
+                    others[record.about.node] = record
+                elif record.life != self._life:
+                    self._waits_for = f"another supervisor writes as node {self._me.node}"
+        self._others = others
+        self._sightings.look({name: f"{record.life}/{record.turn}" for name, record in others.items()}, now_s)
+        self._living = [self._about()] + [
+            record.about for name, record in others.items() if self._sightings.silent_s(name, now_s) < self._timeout_s
+        ]
+        if self._mine is not None and (first := others.get(self._mine.members[0].node)) is not None:
+            self._hear_news(first.news)
+        of_plan = found.get(self._key_of_plan)
+        self._plan, self._plan_revision = None, 0
+        if of_plan is not None:
+            self._plan_revision = of_plan.mod_revision
+            with contextlib.suppress(ValidationError):
+                self._plan = _PLAN.validate_json(of_plan.value)
+        ready = frozenset(node.node for node in self._living if node.standing is Standing.READY)
+        if ready != self._ready[0]:
+            self._ready = (ready, now_s)
+
+    def _hear_news(self, news: Mapping[str, dict[str, Any]]) -> None:
+        """What rank zero says, every node keeps: whoever asks, and whoever is left, knows how far the job was."""
+        for kind, fields in news.items():
+            if self._news.get(kind) != fields:
+                self._news[kind] = fields
+                self._emit(kind, **fields)
+
+    async def _act(self, orders: Orders, now_s: float) -> None:
+        plan = self._plan
+        end = (plan.number, _end_of(plan)) if plan is not None and _end_of(plan) else (0, "")
+        if self._ends_heard is None:
+            self._ends_heard = end  # of an earlier start of the job
+        if end[1] and end != self._ends_heard and self._standing is not Standing.DONE:
+            self._ends_heard = end
+            orders.stop_with_all(end[1])
+        mine = self._mine
+        if self._standing in _RUNS and mine is not None:
+            if plan is None:
+                await self._swap(mine)  # a store that has come back without its data
+            elif plan.number > mine.number:
+                self._order_to_abandon(f"the other nodes have gone on without this one, as {plan.attempt}")
+            else:
+                self._look_after(mine, orders)
+        elif self._standing is Standing.READY:
+            await self._line_up(now_s)
+
+    def _look_after(self, mine: Plan, orders: Orders) -> None:
+        lost = self._lost(mine)
+        if lost:
+            waits_s, _ = orders.waits_since_s()
+            if waits_s >= self._timeout_s:
+                hosts = ", ".join(member.host for member in lost)
+                self._order_to_abandon(f"{hosts} {'is' if len(lost) == 1 else 'are'} gone")
+        elif self._standing is Standing.RUNNING and not self._is_ordered:
+            reason = regroup_reason(mine, self._living, self._bounds)
+            if reason:
+                self._is_ordered = True
+                orders.regroup(reason)
+
+    def _order_to_abandon(self, reason: str) -> None:
+        assert self._orders is not None
+        self._mine = None
+        self._orders.abandon(reason)
+
+    def _could_not_look(self, why: str) -> None:
+        now_s = time.monotonic()
+        self._away_why = why
+        if self._away_since_s is None:
+            self._away_since_s = now_s
+            self._emit("store_away", why=why)
+        if self._standing in _RUNS and self._mine is not None and self._orders is not None:
+            waits_s, limit_s = self._orders.waits_since_s()
+            away_s = now_s - self._away_since_s
+            if min(waits_s, away_s) > max(limit_s, self._timeout_s):
+                self._order_to_abandon("this node is cut off: its ranks wait for others, and the store is not reached")
+
+    async def _line_up(self, now_s: float) -> None:
+        plan = self._plan
+        if plan is not None and plan.number > self._number and (place := plan.place_of(self._me.node)) is not None:
+            if plan.members[place].store_port == self._store_port:
+                self._take(plan, place)
+            else:
+                self._number = plan.number  # of an earlier life of this supervisor: that part is over
+            return
+        ruler = reference(plan, self._living)
+        about = self._about()
+        if ruler is not None and ruler.node != about.node and (found := differences(about, ruler)):
+            if self._assembled is not None and not self._assembled.done():
+                self._assembled.set_exception(
+                    ConfigError(
+                        f"this node cannot take part with {ruler.host}: {'; '.join(found)}",
+                        "All nodes of a job need the same job.toml, code and versions.",
+                    )
+                )
+            return
+        token = secrets.token_hex(3)
+        decided = next_plan(
+            plan,
+            self._living,
+            self._me.node,
+            self._bounds,
+            quiet_s=now_s - self._ready[1],
+            token=token,
+            job=self._me.job,
+        )
+        if not isinstance(decided, Plan):
+            self._waits_for = decided.reason
+        elif await self._swap(decided):
+            self._take(decided, 0)
+
+    def _take(self, plan: Plan, place: int) -> None:
+        self._mine = self._plan = plan
+        self._number = plan.number
+        self._lineage = replace(plan.lineage, has_begun=True)
+        self._standing, self._reason = Standing.RUNNING, f"takes part in {plan.attempt}"
+        listener = None
+        if place == 0 and len(plan.members) > 1:
+            listener, self._listener = self._listener, None
+        if self._assembled is not None and not self._assembled.done():
+            self._assembled.set_result(Assignment(plan, place, listener))
+        self._poke.set()
+
+    @property
+    def _store_port(self) -> int:
+        return int(self._listener.getsockname()[1]) if self._listener is not None else 0
+
+    # ---- the store
+
+    def _key(self, node: str) -> str:
+        return f"{self._prefix}node/{quote(node, safe='')}"
+
+    @property
+    def _key_of_plan(self) -> str:
+        return f"{self._prefix}plan"
+
+    async def _swap(self, plan: Plan) -> bool:
+        """Writes the plan, unless somebody else has written one since we looked."""
+        value, revision = json.dumps(asdict(plan)).encode(), self._plan_revision
+        written, stored = await self._in_thread(
+            lambda: self._client.compare_and_swap(self._key_of_plan, value, revision, 0)
+        )
+        if written and stored is not None:
+            self._plan, self._plan_revision = plan, stored.mod_revision
+        return written
+
+    async def _change_plan(self, change: Callable[[Plan], Plan | None]) -> None:
+        """Changes the plan that is there; gives up where there is none, or `change` has nothing to change."""
+        deadline_s = time.monotonic() + FAREWELL_S
+        while time.monotonic() < deadline_s:
+            try:
+                stored = await self._in_thread(lambda: self._client.get(self._key_of_plan))
+                changed = change(_PLAN.validate_json(stored.value)) if stored is not None else None
+                if stored is None or changed is None:
+                    return
+                self._plan_revision = stored.mod_revision
+                if await self._swap(changed):
+                    return
+            except (EtcdError, ValidationError):
+                await asyncio.sleep(BUSY_S)
+
+    async def _in_thread(self, request: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, request)
+
+
+def _end_of(plan: Plan) -> str:
+    """Why the whole job ends; "" if it does not."""
+    return plan.stop_reason or ("the job is complete" if plan.is_complete else "")
+
+
+def _listen(address: str) -> socket.socket:
+    return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)

@@ -1,0 +1,162 @@
+"""One job on several nodes, started on each of them as a user does, and what it has left at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from elastictrain.checkpoint.store import open_store
+from tests.nodes.cluster import Cluster
+from tests.nodes.node import Node
+from tests.nodes.process import NodeProcess
+from tests.nodes.tasks import HURRY_FILE
+from tests.process.helpers import ROOT, read_metrics, train, wait_until, write_job
+from tests.process.resume_helpers import kept, store_of
+
+TASK = "tests.nodes.tasks:Paced"
+STEPS = 600
+PORT = 29400
+DEADLINE_S = 120.0
+_SECTIONS: dict[str, dict[str, Any]] = {
+    "train": {"max_steps": STEPS, "global_batch_size": 8, "micro_batch_size": 2, "clip_norm": 0.5},
+    "metrics": {"every_steps": 1},
+}
+
+
+class Job:
+    """A job with the same job.toml on all nodes. Its state directories and snapshots are on the shared folder, its
+    memory tier in each node's own /dev/shm.
+
+    Args:
+        cluster: the nodes.
+        folder: which all of them see.
+        rendezvous: default: the store is on the first node.
+        nodes: how many may take part.
+        elastic: more of that section.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        *,
+        rendezvous: str | None = None,
+        nodes: str = "1:4",
+        elastic: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder = folder / "job"
+        self.folder.mkdir()
+        self.store = self.folder / "snapshots"
+        self.processes: dict[int, NodeProcess] = {}
+        self.file = write_job(
+            self.folder,
+            TASK,
+            params={"folder": str(self.folder), "pause_s": 0.05},
+            elastic={
+                "reduction": "tree",
+                "nodes": nodes,
+                "rendezvous": rendezvous or f"c10d://{cluster[0].address}:{PORT}",
+                **(elastic or {}),
+            },
+            checkpoint={"memory_path": "/dev/shm", "url": str(self.store)},
+            **_SECTIONS,
+        )
+
+    def state_dir(self, node: Node) -> Path:
+        return self.folder / f"state-{node.name}"
+
+    def start(self, *nodes: Node, options: tuple[str, ...] = (), environment: Mapping[str, str] | None = None) -> None:
+        """`elastictrain run` on these nodes; what it says goes to a file for each."""
+        for node in nodes:
+            with self.output(node).open("a") as output:
+                self.processes[node.index] = node.popen(
+                    [*_COMMAND, "run", self.file, "--state-dir", self.state_dir(node), "--output", "json", *options],
+                    env={**_environment(), **(environment or {})},
+                    cwd=self.folder,
+                    stdout=output,
+                    stderr=output,
+                )
+
+    def output(self, node: Node) -> Path:
+        return self.folder / f"output-{node.name}.txt"
+
+    def tell(self, node: Node, command: str, *options: str) -> str:
+        """`elastictrain COMMAND` about the job, on a node."""
+        arguments = ["env", f"PYTHONPATH={ROOT}", *_COMMAND, command, "--state-dir", str(self.state_dir(node))]
+        return node.run([*arguments, *options], check=command != "status")
+
+    def status(self, node: Node) -> dict[str, Any]:
+        """What `status` on this node says; empty before there is anything to say."""
+        text = self.tell(node, "status", "--json") if self.state_dir(node).exists() else ""
+        status: dict[str, Any] = json.loads(text) if text.startswith("{") else {}
+        return status
+
+    def world_size(self, node: Node) -> int:
+        """Ranks that train now, as this node knows it; 0 while none do."""
+        status = self.status(node)
+        return status["world_size"] or 0 if status.get("state") == "training" else 0
+
+    def wait_world_size(self, node: Node, world_size: int) -> None:
+        wait_until(lambda: self.world_size(node) == world_size, DEADLINE_S)
+
+    @property
+    def step(self) -> int:
+        """The last step that any node has reported; 0 before the first."""
+        return max((line["step"] for line in self.lines()), default=0)
+
+    def wait_steps(self, count: int) -> None:
+        """Until so many more are done."""
+        before = self.step
+        assert before + count < STEPS, "the job is too short for this test"
+        wait_until(lambda: self.step >= before + count, DEADLINE_S)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The steps that the nodes have reported, those that were done twice among them."""
+        return [line for folder in sorted(self.folder.glob("state-*")) for line in read_metrics(folder)]
+
+    def finish(self, *nodes: Node) -> None:
+        """Has the job hurry, and waits until all these nodes have ended well."""
+        (self.folder / HURRY_FILE).touch()
+        for node in nodes:
+            code = self.processes[node.index].wait(DEADLINE_S)
+            assert code == 0, f"{node.name} ended with {code}: {self.output(node).read_text()[-3000:]}"
+
+    def assert_exact(self, folder: Path, num_again: int = 0) -> None:
+        """Nothing of what happened is to be seen in the numbers: neither in those of any step, nor at the end.
+
+        Args:
+            folder: for the run on one rank to compare with.
+            num_again: how many steps may have been done twice: one for each that was in flight.
+        """
+        write_job(
+            folder / "alone",
+            TASK,
+            params={"folder": str(self.folder), "pause_s": 0.0},
+            elastic={"reduction": "tree"},
+            **_SECTIONS,
+        )
+        alone = train(folder / "alone")
+        assert kept(self.folder, open_store(self.store)) == kept(folder / "alone", store_of(folder / "alone"))
+        expected = {line["step"]: numbers(line) for line in alone.metrics()}
+        found = [(line["step"], numbers(line)) for line in self.lines() if not line.get("partial")]
+        assert {step: values for step, values in found if values != expected[step]} == {}
+        assert len(self.lines()) - STEPS <= num_again
+        assert {line["step"] for line in self.lines()} == set(range(1, STEPS + 1))
+
+
+_COMMAND = [sys.executable, "-m", "elastictrain.cli.main"]
+
+
+def _environment() -> dict[str, str]:
+    dropped = ("COV_", "PYTEST_", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # as in `tests.process.helpers`
+    env = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
+    return {**env, "PYTHONPATH": str(ROOT)}
+
+
+def numbers(line: dict[str, Any]) -> tuple[str, ...]:
+    """What a step's line says of its numbers, to the last bit."""
+    return tuple(repr(line[key]) for key in ("loss", "grad_norm", "lr", "applied"))

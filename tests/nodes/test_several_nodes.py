@@ -1,0 +1,272 @@
+"""A job on several nodes, whatever happens to them: it goes on, at the exact step, with the exact numbers.
+
+Every test compares with the run of the same job on one rank, to the last bit.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.nodes.clock import shifted_clock
+from tests.nodes.cluster import Cluster, skip_unless_possible
+from tests.nodes.job import DEADLINE_S, PORT, Job
+from tests.process.etcd_cluster import NEEDS_ETCD
+from tests.process.helpers import wait_until
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    skip_unless_possible()
+    with Cluster(3, shared=[tmp_path]) as cluster:
+        yield cluster
+
+
+def test_two_nodes_train_together_and_each_knows_all(cluster: Cluster, tmp_path: Path) -> None:
+    first, second, _ = cluster
+    job = Job(cluster, tmp_path)
+    job.start(first, second)
+    for node in (first, second):
+        job.wait_world_size(node, 2)
+    views = [job.status(node) for node in (first, second)]
+    for view in views:
+        assert {each["host"] for each in view["nodes"]} == {"node0", "node1"}
+        assert [rank["rank"] for rank in view["ranks"]] == [0, 1]
+    assert views[0]["attempt"] == views[1]["attempt"] is not None
+    job.finish(first, second)
+    job.assert_exact(tmp_path)
+
+
+def test_nodes_may_have_different_numbers_of_ranks(cluster: Cluster, tmp_path: Path) -> None:
+    first, second, _ = cluster
+    job = Job(cluster, tmp_path)
+    job.start(first)
+    job.start(second, options=("--set", "elastic.nproc_per_node=2"))
+    job.wait_world_size(first, 3)
+    job.finish(first, second)
+    job.assert_exact(tmp_path)
+
+
+def test_a_killed_node_is_done_without(cluster: Cluster, tmp_path: Path) -> None:
+    first, second, _ = cluster
+    job = Job(cluster, tmp_path)
+    job.start(first, second)
+    job.wait_world_size(first, 2)
+    job.wait_steps(3)
+    second.kill()
+    job.wait_world_size(first, 1)
+    job.wait_steps(3)
+    job.finish(first)
+    job.assert_exact(tmp_path, num_again=1)
+
+
+def test_a_killed_node_that_boots_is_taken_in_again(cluster: Cluster, tmp_path: Path) -> None:
+    first, second, third = cluster
+    job = Job(cluster, tmp_path)
+    job.start(first, second, third)
+    job.wait_world_size(first, 3)
+    job.wait_steps(3)
+    third.kill()
+    job.wait_world_size(first, 2)
+    third.boot()
+    job.start(third)
+    job.wait_world_size(first, 3)
+    job.wait_steps(3)
+    job.finish(first, second, third)
+    job.assert_exact(tmp_path, num_again=1)
+
+
+def test_a_node_that_joins_costs_no_step(cluster: Cluster, tmp_path: Path) -> None:
+    first, second, _ = cluster
+    job = Job(cluster, tmp_path)
+    job.start(first)
+    job.wait_world_size(first, 1)
+    job.wait_steps(3)
+    job.start(second)
+    job.wait_world_size(first, 2)
+    job.finish(first, second)
+    job.assert_exact(tmp_path)
+
+
+def test_who_has_the_store_goes_on_when_the_link_is_cut(cluster: Cluster, tmp_path: Path) -> None:
+    first, second, _ = cluster
+    job = Job(cluster, tmp_path)
+    job.start(first, second)
+    job.wait_world_size(first, 2)
+    job.wait_steps(3)
+    second.cut()
+    job.wait_world_size(first, 1)
+    # The one that is cut off has let its rank go, and does not train by itself.
+    wait_until(lambda: job.world_size(second) == 0 and not job.status(second)["ranks"], DEADLINE_S)
+    job.wait_steps(3)
+    assert job.world_size(second) == 0
+    second.heal()
+    job.wait_world_size(first, 2)
+    job.wait_world_size(second, 2)
+    job.finish(first, second)
+    job.assert_exact(tmp_path, num_again=1)
+
+
+def test_a_link_that_is_healed_at_once_is_as_if_nothing_was(cluster: Cluster, tmp_path: Path) -> None:
+    first, second, _ = cluster
+    job = Job(cluster, tmp_path, elastic={"node_timeout_s": 60.0})
+    job.start(first, second)
+    job.wait_world_size(first, 2)
+    job.wait_steps(3)
+    attempt = job.status(first)["attempt"]
+    before = first.tcp_counter("RetransSegs")
+    second.cut()
+    wait_until(lambda: first.tcp_counter("RetransSegs") > before)
+    second.heal()
+    job.wait_steps(3)
+    assert job.status(first)["attempt"] == attempt
+    job.finish(first, second)
+    job.assert_exact(tmp_path)
+
+
+def test_the_job_waits_for_the_host_of_the_store_and_says_so(cluster: Cluster, tmp_path: Path) -> None:
+    first, second, _ = cluster
+    job = Job(cluster, tmp_path)
+    job.start(first, second)
+    job.wait_world_size(second, 2)
+    job.wait_steps(3)
+    first.kill()
+    wait_until(lambda: job.world_size(second) == 0 and "store" in job.status(second)["reason"], DEADLINE_S)
+    first.boot()
+    job.start(first)
+    job.wait_world_size(second, 2)
+    job.finish(first, second)
+    job.assert_exact(tmp_path, num_again=1)
+
+
+def test_a_paused_node_is_done_without_and_comes_back(cluster: Cluster, tmp_path: Path) -> None:
+    """A node that stands still as a whole cannot know that it did: it must find out before it does any harm."""
+    first, second, _ = cluster
+    job = Job(cluster, tmp_path)
+    job.start(first, second)
+    job.wait_world_size(first, 2)
+    job.wait_steps(3)
+    second.pause()
+    job.wait_world_size(first, 1)
+    job.wait_steps(3)
+    second.resume()
+    job.wait_world_size(first, 2)
+    job.finish(first, second)
+    job.assert_exact(tmp_path, num_again=1)
+
+
+def test_a_drained_node_leaves_at_a_step_boundary_and_comes_back(cluster: Cluster, tmp_path: Path) -> None:
+    first, second, _ = cluster
+    job = Job(cluster, tmp_path)
+    job.start(first, second)
+    job.wait_world_size(first, 2)
+    job.wait_steps(3)
+    job.tell(second, "drain")
+    assert job.status(second)["state"] == "drained"
+    job.wait_world_size(first, 1)
+    job.wait_steps(3)
+    job.tell(second, "resume")
+    job.wait_world_size(first, 2)
+    job.finish(first, second)
+    job.assert_exact(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_supervisor_that_ends_closes_nothing_for_the_others(
+    cluster: Cluster, tmp_path: Path, number: signal.Signals
+) -> None:
+    first, second, third = cluster
+    job = Job(cluster, tmp_path)
+    job.start(first, second, third)
+    job.wait_world_size(first, 3)
+    job.wait_steps(3)
+    job.processes[third.index].send_signal(number)
+    job.wait_world_size(first, 2)
+    job.start(third)
+    job.wait_world_size(first, 3)
+    job.finish(first, second, third)
+    job.assert_exact(tmp_path, num_again=1)
+
+
+def test_wrong_clocks_change_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    first, second, third = cluster
+    job = Job(cluster, tmp_path)
+    for node, shift_s in ((first, 0), (second, 3600), (third, -3600)):
+        job.start(node, environment=shifted_clock(tmp_path, shift_s))
+    job.wait_world_size(first, 3)
+    job.wait_steps(3)
+    third.kill()
+    job.wait_world_size(first, 2)
+    third.boot()
+    job.start(third, environment=shifted_clock(tmp_path, -3600))
+    job.wait_world_size(first, 3)
+    job.finish(first, second, third)
+    job.assert_exact(tmp_path, num_again=1)
+
+
+def test_a_node_with_another_job_file_is_refused_by_name(cluster: Cluster, tmp_path: Path) -> None:
+    first, second, _ = cluster
+    job = Job(cluster, tmp_path)
+    job.start(first)
+    job.wait_world_size(first, 1)
+    job.start(second, options=("--set", "train.clip_norm=0.25"))
+    assert job.processes[second.index].wait(DEADLINE_S) == 78
+    said = job.output(second).read_text()
+    assert "job file" in said
+    assert "node0" in said
+    assert "Traceback" not in said
+    job.finish(first)
+    job.assert_exact(tmp_path)
+
+
+@NEEDS_ETCD
+@pytest.mark.parametrize("fault", ["kill a node with a member", "pause the leader", "kill all members"])
+def test_with_etcd_no_host_is_special(cluster: Cluster, tmp_path: Path, fault: str) -> None:
+    first, second, third = cluster
+    (tmp_path / "etcd").mkdir()
+    etcd = cluster.etcd(3, tmp_path / "etcd")
+    members = ",".join(f"{node.address}:2379" for node in cluster)
+    job = Job(cluster, tmp_path, rendezvous=f"etcd://{members}")
+    job.start(first, second, third)
+    job.wait_world_size(second, 3)
+    job.wait_steps(3)
+    match fault:
+        case "kill a node with a member":
+            first.kill()
+            job.wait_world_size(second, 2)
+            first.boot()
+            etcd.start(0)
+            job.start(first)
+        case "pause the leader":
+            paused = etcd.pause_leader()
+            job.wait_steps(3)  # while nobody leads, and after
+            etcd.resume(paused)
+        case "kill all members":
+            attempt = job.status(second)["attempt"]
+            etcd.kill()
+            job.wait_steps(5)  # whoever trains, trains
+            etcd.start()
+            job.wait_steps(3)
+            assert job.status(second)["attempt"] == attempt
+    job.wait_world_size(second, 3)
+    job.finish(first, second, third)
+    job.assert_exact(tmp_path, num_again=1)
+
+
+def test_a_partition_between_two_that_both_see_the_store(cluster: Cluster, tmp_path: Path) -> None:
+    """Each of the two is alive for everybody, and still they cannot train together: the job must not stand for ever."""
+    first, second, third = cluster
+    job = Job(cluster, tmp_path, rendezvous=f"c10d://{third.address}:{PORT}")
+    job.start(first, second, third)
+    job.wait_world_size(third, 3)
+    job.wait_steps(3)
+    cluster.cut_between([first], [second])
+    job.wait_steps(5)
+    cluster.heal_between([first], [second])
+    job.finish(first, second, third)
+    job.assert_exact(tmp_path, num_again=3)
