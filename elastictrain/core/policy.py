@@ -301,6 +301,9 @@ def decide(
     if not cause.can_retry:
         return Halt(cause.what, cause.hint, cause.exit_code)
     counted = since_progress(failures)
+    if cause.kind is CauseKind.SUPERVISOR and len(counted) == 1:
+        # However little is borne: that a machine was switched off once says nothing about the job.
+        return Restart(0.0, cause.what)
     in_a_row = 0
     for failure in reversed(counted):
         if not failure.may_be_at_step_of(last):

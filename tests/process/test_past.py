@@ -49,14 +49,15 @@ def test_a_step_that_kills_the_supervisor_halts_the_job(tmp_path: Path) -> None:
 
 def test_a_new_run_has_no_past(tmp_path: Path) -> None:
     state = tmp_path / "state"
-    path = write_faulty(tmp_path, supervisor={"same_step_failures": 1})
+    path = write_faulty(tmp_path, supervisor={"same_step_failures": 2})
     state.mkdir()
     journal = Journal(state / JOURNAL_FILE)
-    journal.append("supervisor_started", {"pid": 1})
-    journal.append("incarnation_started", {"incarnation": 1})
-    journal.append("restored", {"global_step": 3})
+    for number in (1, 2):
+        journal.append("supervisor_started", {"pid": 1})
+        journal.append("incarnation_started", {"incarnation": number})
+        journal.append("restored", {"global_step": 3})
     journal.close()
-    assert read_past(state, report_steps=10).left is not None
+    assert len(read_past(state, report_steps=10).counted(time.monotonic())) == 2
     ran = run_cli("run", path, "--state-dir", state, "--output", "json", "--fresh", deadline_s=RUN_DEADLINE_S)
     assert ran.code == 0, ran.stderr
 

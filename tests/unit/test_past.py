@@ -100,6 +100,16 @@ def test_the_deaths_of_supervisors_count() -> None:
     assert "one of the steps 51 to 62 fails" in decision.reason, "10 between reports, and 10 s at 0.1 a second"
 
 
+def test_a_machine_that_was_switched_off_once_is_no_reason_to_give_up() -> None:
+    strict = replace(BUDGET, max_failures=0, same_step_failures=1)
+    machine = Machine()
+    machine.lives(1, reached=57, dies=True)
+    for halts in (False, True):
+        decision = decide(machine.past().counted(NOW_S), strict, now_s=NOW_S, jitter=0.0)
+        assert isinstance(decision, Halt) == halts
+        machine.lives(2, reached=57, dies=True)
+
+
 def test_what_the_next_supervisor_found_out_is_believed() -> None:
     machine = Machine()
     machine.lives(1, reached=57, dies=True)
