@@ -28,7 +28,7 @@ from pathlib import Path
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from goals import Goal, judge
+from goals import Goal, judge, not_judged
 from recovery_jobs import Job, OurJob, ScriptJob, Seen, end, launchers, wait_for
 
 LIMIT_S = 5.0
@@ -137,7 +137,7 @@ def main() -> int:
     if chosen.json:
         chosen.json.write_text(json.dumps(figures, indent=2) + "\n")
     print()
-    return judge(goals)
+    return judge(goals) if goals else not_judged(f"{OURS} was not measured")
 
 
 def goals_of(fault: str, seconds: list[float], reference_s: float | None, planned: int) -> list[Goal]:
