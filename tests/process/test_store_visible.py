@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from elastictrain.core.status import Status
 from elastictrain.protocol import JOURNAL_FILE
-from elastictrain.supervisor.journal import JournalReader
+from elastictrain.supervisor.journal_reader import JournalReader
 from elastictrain.supervisor.record import read_status
 from tests.process.fake import request, socket_of
 from tests.process.faulty import GLOBAL_BATCH
@@ -71,4 +71,4 @@ def test_a_store_that_fails_shows_in_status_events_and_metrics(tmp_path: Path) -
     events = JournalReader(state / JOURNAL_FILE).read(kinds=["persister_retrying"])
     assert events
     assert str(store) in events[0].fields["error"]
-    assert events[0].fields["attempt"] == 1
+    assert events[0].fields["num_failures"] == 1

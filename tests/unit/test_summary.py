@@ -298,9 +298,9 @@ def test_a_store_that_fails_is_told_until_it_works_again() -> None:
     """Its last words, and since when; a supervisor that is started anew knows it from the journal."""
     story = trained(110)
     assert story.status(110).snapshots.store_error is None
-    story.at(120, Kind.PERSISTER_RETRYING, at_step=90, error="no route", attempt=1, pause_s=0.5)
+    story.at(120, Kind.PERSISTER_RETRYING, at_step=90, error="no route", num_failures=1, pause_s=0.5)
     story.at(130, Kind.PERSISTER_STALLED, seconds=60.0)
-    story.at(140, Kind.PERSISTER_RETRYING, at_step=95, error="no space", attempt=9, pause_s=30.0)
+    story.at(140, Kind.PERSISTER_RETRYING, at_step=95, error="no space", num_failures=9, pause_s=30.0)
     story.at(150, Kind.SNAPSHOT_TAKEN, at_step=130)
     found = story.status(160).snapshots.store_error
     assert found is not None
