@@ -56,8 +56,8 @@ FORWARDED = frozenset(
     }
 )
 """Events of the ranks that are kept as they come."""
-OF_ALL_NODES = frozenset({"progress", "snapshot_taken", "snapshot_durable", "evaluated"})
-"""Those of them that rank zero says for all: other nodes keep them as well."""
+OF_ALL_NODES = FORWARDED - {Kind.RESTORED, Kind.PROGRESS, Kind.SNAPSHOT_AT_FAILURE, Kind.EVALUATED}
+"""Those of them that rank zero alone says: other nodes keep them as well."""
 SHOWN = {
     "incident_opened": "error",
     "culprit_elsewhere": "warning",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,7 +33,9 @@ from elastictrain.training.injection import drill_task, make_reader
 from elastictrain.training.inspection import inspecting
 from elastictrain.training.loop import Loop
 from elastictrain.training.metrics import MetricsWriter
+from elastictrain.training.metrics_tail import last_step_of
 from elastictrain.training.past_evaluation import recall_evaluation
+from elastictrain.training.peers import has_gone
 from elastictrain.training.precision import Precision
 from elastictrain.training.replica import Replica, check_static_graph
 from elastictrain.training.report import Reporter
@@ -146,7 +149,7 @@ class Job:
         evaluation = self._evaluation()
         if restored is not None and restored.run_id == self._spec.run_id:
             self._take_up(evaluation)
-        if self._place.is_rank_zero:
+        if self._place.local_rank == 0:  # on every node: what is known of the run must not be lost with one
             self._writer = self._make_writer()
         timer = DeviceTimer(self._place.device)
         self._reporter = reporter = self._make_reporter(timer)
@@ -176,7 +179,7 @@ class Job:
                 f"training is complete, but the state of its last step, {session.global_step}, could not be kept",
                 "The warnings above say why. Make room, and run it again: it goes on from the newest snapshot.",
             )
-        if self._writer is not None:
+        if self._writer is not None and self._place.is_rank_zero:
             self._writer.write([outcome.summary])
         self.close()
         session.enter_exit()
@@ -196,8 +199,12 @@ class Job:
         if parted is not None and self._reporter is not None:
             if self._writer is None:
                 self._writer = self._make_writer()
+            path, incarnation = Path(self._spec.state_dir) / METRICS_FILE, self._spec.incarnation
+            written = None
+            if self._place.local_rank and has_gone(run_dir, self._place.rank - self._place.local_rank):
+                written = partial(last_step_of, path, incarnation)
             with self._shadow.beside():
-                self._reporter.report_alone(self._writer, parted.step, run_dir / REPORTED_FILE)
+                self._reporter.report_alone(self._writer, parted.step, run_dir / REPORTED_FILE, written)
         if self._writer is not None:
             self._writer.close()
         return parted.step if parted is not None else None
@@ -311,7 +318,8 @@ class Job:
 
     def _make_writer(self) -> MetricsWriter:
         state_dir = Path(self._spec.state_dir)
-        board_dir = state_dir / "tensorboard" if self._config.metrics.tensorboard else None
+        has_board = self._config.metrics.tensorboard and self._place.is_rank_zero
+        board_dir = state_dir / "tensorboard" if has_board else None
         return MetricsWriter(
             state_dir / METRICS_FILE, board_dir, self._log, after_first=lambda: imports.note(state_dir / IMPORTS_FILE)
         )

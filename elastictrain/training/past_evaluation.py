@@ -7,15 +7,11 @@ its end: its line is the only thing that is there if, and only if, it did.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from elastictrain.training.collectives import broadcast_bytes
 from elastictrain.training.device import Place
-
-BLOCK_BYTES = 1 << 20
+from elastictrain.training.metrics_tail import backwards
 
 
 def find_evaluation(metrics: Path, run_id: str, global_step: int) -> dict[str, float] | None:
@@ -28,7 +24,7 @@ def find_evaluation(metrics: Path, run_id: str, global_step: int) -> dict[str, f
     """
     try:
         with metrics.open("rb") as file:
-            for line in _backwards(file):
+            for line in backwards(file):
                 if b'"eval"' not in line:
                     continue
                 try:
@@ -50,15 +46,3 @@ def recall_evaluation(metrics: Path, run_id: str, global_step: int, place: Place
     found = find_evaluation(metrics, run_id, global_step) if place.is_rank_zero else None
     told: dict[str, float] | None = json.loads(broadcast_bytes(json.dumps(found).encode(), 0, place))
     return told
-
-
-def _backwards(file: BinaryIO) -> Iterator[bytes]:
-    """The lines, last first."""
-    end, rest = file.seek(0, os.SEEK_END), b""
-    while end:
-        start = max(0, end - BLOCK_BYTES)
-        file.seek(start)
-        rest, *lines = (file.read(end - start) + rest).split(b"\n")
-        yield from reversed(lines)
-        end = start
-    yield rest

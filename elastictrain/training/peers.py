@@ -1,4 +1,5 @@
-"""The connections to ranks on other nodes, as this process's operating system sees them.
+"""The other ranks, as this process's operating system sees them: connections to those on other nodes, processes of
+those on this one.
 
 A node that loses its power says no farewell: whoever waits for its ranks waits until the collective's own time-out,
 inside a library that no signal gets through to. Its supervisor knows better. So a rank that is told to leave breaks its
@@ -11,7 +12,17 @@ import contextlib
 import os
 import socket
 import stat
+import time
 from collections.abc import Collection
+from pathlib import Path
+
+from elastictrain.heartbeat import heartbeat_paths, read_heartbeat
+from elastictrain.procs import read_stat
+from elastictrain.protocol import error_path
+
+GOING_S = 1.0
+"""How long a rank that others have lost may take to be gone, or to say that it lives and has failed as well."""
+_LOOK_S = 0.005
 
 
 def hang_up(addresses: Collection[str]) -> int:
@@ -36,3 +47,27 @@ def hang_up(addresses: Collection[str]) -> int:
 
 def _plain(address: str) -> str:
     return address.removeprefix("::ffff:").partition("%")[0]
+
+
+def has_gone(run_dir: Path, rank: int) -> bool:
+    """Whether a rank of this node, in a worker group that has failed, has ended without a word.
+
+    A process that is killed closes its connections before it is gone; one that lives says at once that it has failed.
+
+    Args:
+        run_dir: folder of the incarnation.
+        rank: global rank.
+    """
+    path = heartbeat_paths(run_dir).get(rank)
+    beat = read_heartbeat(path) if path is not None else None
+    if beat is None:
+        return False
+    deadline_s = time.monotonic() + GOING_S
+    while not error_path(run_dir, rank).exists():
+        found = read_stat(beat.pid)
+        if found is None or found.state in ("Z", "X"):
+            return True
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(_LOOK_S)
+    return False

@@ -62,7 +62,7 @@ class Reporter:
     Args:
         session: whose phases and counters are reported.
         timer: the device's clock.
-        writer: where records go; None on every rank but zero.
+        writer: where records go; None on all ranks but the first of each node.
         log: for events.
         every_steps: steps between two reports.
         incarnation: stamped on every record.
@@ -103,6 +103,8 @@ class Reporter:
         self._max_steps = max_steps
         self._advise = advise
         self._records: list[StepRecord] = []
+        self._told: list[tuple[StepRecord, float]] = []
+        """The steps of the last report with their losses: whoever writes them down may be killed before it has."""
         self._since_s = perf_counter()
         self._totals = RunTotals()
         self._shares_seen = 0
@@ -158,6 +160,7 @@ class Reporter:
         terms = iter([sum(row[i] for row in rows) for i in range(num)])
         losses = [sum(itertools.islice(terms, len(r.losses))) / r.divisor for r in records]
         spent = TimeSpent(*(sum(row[num + i] for row in rows) / place.world_size for i in range(4)))
+        self._told = list(zip(records, losses, strict=True))
         self.last_loss = losses[-1]
         device = self._session.place.device
         self._session.tell(self.last_loss, torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)
@@ -231,26 +234,35 @@ class Reporter:
         if self._writer is not None:
             self._writer.settle()
 
-    def report_alone(self, writer: MetricsWriter, last_step: int, marks: Path) -> None:
+    def report_alone(
+        self, writer: MetricsWriter, last_step: int, marks: Path, written: Callable[[], int] | None
+    ) -> None:
         """Writes the lines of the steps since the last report, without the other ranks: some are gone. Then a loss is
-        that of this rank's part of the window alone, and the line says so.
+        that of this rank's part of the window alone, and the line says so. Where the rank is gone that writes for this
+        node, also what it has not got to of the last report.
 
         Args:
-            writer: of rank zero, or of whoever stands in for it.
+            writer: of that rank, or of whoever stands in for it.
             last_step: the steps after it will be done again.
-            marks: file by which the ranks see to it that one of them writes about a step.
+            marks: file by which the ranks of a node see to it that one of them writes about a step.
+            written: says up to which step that rank has written; None where it lives, and will write the rest itself.
         """
         records, self._records = self._records, []
         with marks.open("a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             done = max(map(int, file.read().split()), default=0)
+            if written is not None:
+                done = max(done, written())
+            told = [each for each in self._told if each[0].step > done] if written is not None else []
             records = [record for record in records if done < record.step <= last_step]
-            if records:
-                file.write(f"{records[-1].step}\n")
+            if told or records:
+                file.write(f"{max(r.step for r in [*(record for record, _ in told), *records])}\n")
         partial = {"partial": True} if self._session.place.world_size > 1 else {}
-        if records:
-            writer.write([{**self._line(record, record.losses.sum().item()), **partial} for record in records])
+        lines = [self._line(record, loss) for record, loss in told]
+        lines += [{**self._line(record, record.losses.sum().item()), **partial} for record in records]
+        if lines:
+            writer.write(lines)
 
     def _line(self, record: StepRecord, loss: float) -> Record:
         return {

@@ -115,8 +115,15 @@ class Job:
         wait_until(lambda: self.step >= before + count, DEADLINE_S)
 
     def lines(self) -> list[dict[str, Any]]:
-        """The steps that the nodes have reported, those that were done twice among them."""
-        return [line for folder in sorted(self.folder.glob("state-*")) for line in read_metrics(folder)]
+        """The steps that the nodes have reported, those that were done twice among them. Every node has a line of every
+        step that it took part in: one of each worker group is enough, and one that knows the whole loss is better."""
+        found: dict[tuple[int, int], dict[str, Any]] = {}
+        for folder in sorted(self.folder.glob("state-*")):
+            for line in read_metrics(folder):
+                known = found.setdefault((line["step"], line["incarnation"]), line)
+                if known.get("partial") and not line.get("partial"):
+                    found[line["step"], line["incarnation"]] = line
+        return list(found.values())
 
     def finish(self, *nodes: Node) -> None:
         """Has the job hurry, and waits until all these nodes have ended well."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastictrain.checkpoint import faults
+from elastictrain.training import metrics
 from tests.process.faulty import strike
 from tests.process.resume_tasks import Resumable
 from tests.process.tasks import Samples, rank
@@ -36,6 +37,17 @@ class Calls:
             if self._fault:
                 faults.arm(self._fault)
             strike(kind)
+
+
+def _hold_back(first_step: int) -> None:
+    real = metrics.json_line
+
+    def held(record: metrics.Record) -> str:
+        while record["step"] >= first_step:
+            time.sleep(1.0)
+        return real(record)
+
+    metrics.json_line = held
 
 
 class GrievedSamples(Samples):
@@ -71,10 +83,20 @@ class Grieved(Resumable):
         grief: see `Calls`.
         fault: see `Calls`.
         pause_s: of every loss, so that a test can do something meanwhile.
+        lines_from: rank zero's lines from this step on are never written: its disk stands still.
     """
 
-    def __init__(self, grief: list[Any] | None = None, fault: str = "", pause_s: float = 0.0, **more: Any) -> None:
+    def __init__(
+        self,
+        grief: list[Any] | None = None,
+        fault: str = "",
+        pause_s: float = 0.0,
+        lines_from: int | None = None,
+        **more: Any,
+    ) -> None:
         super().__init__(**more)
+        if lines_from is not None and rank() == 0:
+            _hold_back(lines_from)
         self.calls = Calls(grief or [], fault)
         self.pause_s = pause_s
 

@@ -127,6 +127,15 @@ def test_every_step_has_its_line(tmp_path: Path) -> None:
     assert "partial" not in run.metrics()[-1], "one rank knows the whole loss"
 
 
+def test_lines_that_a_killed_rank_had_not_got_to_are_written_by_another(tmp_path: Path) -> None:
+    """They were reported, so every rank knows them in full; nobody does those steps again."""
+    params = {"lines_from": 3}
+    run = grieve(tmp_path, "loss", "kill", [0], 5, every_steps=2, train_section={"max_steps": 6}, params=params)
+    assert newest_in_memory(tmp_path) == 4, run.output
+    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4]
+    assert not any("partial" in line for line in run.metrics())
+
+
 def test_all_ranks_at_once(tmp_path: Path) -> None:
     """Nobody is left to keep anything: the last regular snapshot counts."""
     run = grieve(tmp_path, "loss", "kill", [0, 1], 7, checkpoint={"every_steps": 2})
