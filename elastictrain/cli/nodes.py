@@ -9,7 +9,7 @@ from elastictrain.cli.agreement import must_agree, node_name
 from elastictrain.core.membership import Bounds, Lineage
 from elastictrain.kv.client import EtcdClient
 from elastictrain.supervisor.endpoint import endpoint_of
-from elastictrain.supervisor.muster import Muster, Self
+from elastictrain.supervisor.muster import STOPPING_S, Muster, Self
 from elastictrain.supervisor.store_process import StoreProcess
 
 if TYPE_CHECKING:
@@ -52,8 +52,10 @@ def make_team(job: LoadedJob, state: StateDir, lineage: Lineage, sink: EventSink
             micro_batch_size=config.train.micro_batch_size,
             global_batch_size=config.train.global_batch_size,
             samples_per_rank=config.train.micro_batch_size * (config.train.accumulation_steps or 1),
+            takeover_s=config.elastic.store_timeout_s + STOPPING_S,
         ),
         node_timeout_s=config.elastic.node_timeout_s,
+        store_timeout_s=config.elastic.store_timeout_s,
         lineage=lineage,
         last_number=state.last_number,
         store=store,
