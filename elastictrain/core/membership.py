@@ -39,6 +39,8 @@ class Standing(StrEnum):
 
 
 _RUNS = (Standing.RUNNING, Standing.LEAVING)
+_NUMBERS_OF_LOST_PLANS = 1000
+"""So many plans may have been made and lost between one that somebody remembers and the loss of the store's data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,7 @@ class Plan:
         stop_reason: somebody has asked for the end of the whole job, and why.
         is_complete: the job's last step is done.
         is_over: a member has ended its part, and said so before it left.
+        may_be_outdated: the store had lost its data, and this was written again; there may have been a later one.
     """
 
     number: int
@@ -135,6 +138,7 @@ class Plan:
     stop_reason: str = ""
     is_complete: bool = False
     is_over: bool = False
+    may_be_outdated: bool = False
 
     @property
     def world_size(self) -> int:
@@ -257,7 +261,6 @@ def next_plan(
     *,
     quiet_s: float,
     unheard_s: float,
-    may_be_outdated: bool,
     token: str,
     job: str,
 ) -> Plan | Wait:
@@ -271,7 +274,6 @@ def next_plan(
         quiet_s: for how long the same nodes have been ready.
         unheard_s: for how long, under our eyes, neither the plan has changed nor a member that is not among the nodes
             has been heard of.
-        may_be_outdated: the store has lost its data since; there may have been another plan after this one.
         token: makes the attempt's name unique.
         job: name of the job.
     """
@@ -283,11 +285,11 @@ def next_plan(
         return Wait(f"this node is in reserve: {line.reserve[me]}")
     if len(line.nodes) < bounds.min_nodes:
         missing = bounds.min_nodes - len(line.nodes)
-        here = (
+        ready = (
             f"{_names(line.nodes)} {'is' if len(line.nodes) == 1 else 'are'} ready" if line.nodes else "none is ready"
         )
         return Wait(
-            f"waits for {missing} more node{'s' if missing > 1 else ''}: {here}, elastic.nodes asks for "
+            f"waits for {missing} more node{'s' if missing > 1 else ''}: {ready}, elastic.nodes asks for "
             f"{bounds.min_nodes}"
         )
     former = {member.node for member in plan.members} if plan is not None else set()
@@ -295,9 +297,10 @@ def next_plan(
     if warming:
         return Wait(f"waits for {_names(warming)}, which will be ready soon")
     goes_on = any(node.node in former for node in line.nodes)
+    here = {node.node for node in nodes}
+    absent = [member.host for member in plan.members if member.node not in here] if plan is not None else []
     if plan is not None and unheard_s < bounds.takeover_s:
-        absent = [member.host for member in plan.members if all(node.node != member.node for node in nodes)]
-        if may_be_outdated and absent:
+        if plan.may_be_outdated and absent:
             return Wait(_takes_over(", ".join(sorted(absent)), "the store has lost its data", unheard_s, bounds))
         if not goes_on and not is_over(plan, nodes):
             hosts = ", ".join(sorted(member.host for member in plan.members))
@@ -307,6 +310,8 @@ def next_plan(
     if line.nodes[0].node != me:
         return Wait(f"{line.nodes[0].host} makes the plan")
     number = 1 + max([node.number for node in nodes] + ([plan.number] if plan is not None else []))
+    if plan is not None and plan.may_be_outdated and absent:
+        number += _NUMBERS_OF_LOST_PLANS
     members = tuple(Member(n.node, n.host, n.address, n.num_ranks, n.store_port) for n in line.nodes)
     lineage = line.lineage
     assert lineage is not None

@@ -6,8 +6,8 @@ is the one key that they share, and is changed by compare-and-swap alone. What f
 long as steps are made all nodes are there. Only after `store_timeout_s` a node stops its ranks all the same: from then
 on, nodes that took no part in this worker group may go on in its place.
 
-A store may lose its data, ours with its process. So every node remembers the newest plan that it has seen, and writes
-it again into a store that does not have it: numbers only grow.
+A store may lose its data, ours with its process. So every node remembers the newest plan that it has seen, also after a
+restart, and writes it again into a store that does not have it: numbers only grow.
 """
 
 from __future__ import annotations
@@ -85,6 +85,19 @@ _RECORD = TypeAdapter(_Record)
 _PLAN = TypeAdapter(Plan)
 
 
+def encode_plan(plan: Plan) -> bytes:
+    """As it is in the store, and in a node's state directory."""
+    return json.dumps(asdict(plan)).encode()
+
+
+def decode_plan(data: bytes) -> Plan | None:
+    """None for what is no plan."""
+    try:
+        return _PLAN.validate_json(data)
+    except ValidationError:
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class Self:
     """What a node says of itself that does not change.
@@ -120,6 +133,8 @@ class Muster:
         last_number: of the worker groups that this node took part in.
         store: the process that serves the store, where that is this node's to do.
         emit: takes events.
+        remembered: the newest plan that an earlier life of this supervisor has seen.
+        remember: keeps that plan; must not fail.
         clock: seconds, only forward.
         executor: carries out requests to the store, one at a time; default: a thread of its own.
     """
@@ -136,6 +151,8 @@ class Muster:
         last_number: int,
         store: StoreProcess | None,
         emit: Callable[..., None],
+        remembered: Plan | None,
+        remember: Callable[[Plan], None],
         clock: Callable[[], float] = time.monotonic,
         executor: Executor | None = None,
     ) -> None:
@@ -161,11 +178,10 @@ class Muster:
         self._lease_renewed_s = float("-inf")
         self._others: dict[str, _Record] = {}
         self._living: list[Node] = []
-        self._plan: Plan | None = None
+        self._plan = remembered
+        self._remember = remember
         self._plan_revision = 0
-        self._is_plan_stored = False
-        self._doubted_number: int | None = None
-        self._num_losses = 0
+        self._is_plan_stored = True
         self._mine: Plan | None = None
         self._ready: tuple[frozenset[str], float] = (frozenset(), 0.0)
         self._ends_heard: tuple[int, str] | None = None
@@ -321,7 +337,7 @@ class Muster:
         with contextlib.suppress(asyncio.CancelledError):
             await task
         if self._away_since_s is None and self._has_looked:
-            with contextlib.suppress(EtcdError, ValidationError):
+            with contextlib.suppress(EtcdError):
                 await self._say_it_is_over()
                 await self._in_thread(lambda: self._client.delete(self._key(self._me.node)))
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -372,6 +388,8 @@ class Muster:
                 await self._look()
             except EtcdError as error:
                 self._could_not_look(str(error))
+            except Exception as error:  # noqa: BLE001 - whatever it is: who looks no more is lost, and hears of nothing
+                self._could_not_look(f"{type(error).__name__}: {error}")
             async with self._changed:
                 self._changed.notify_all()
             interval_s = BUSY_S if self._standing not in (Standing.RUNNING, Standing.AWAY) else CALM_S
@@ -431,7 +449,7 @@ class Muster:
         seen = {name: f"{record.life}/{record.turn}" for name, record in others.items()}
         if self._plan is not None:
             seen = {member.node: "" for member in self._plan.members} | seen
-            seen[_PLAN_SEEN] = f"{self._plan.attempt}/{self._num_losses}"
+            seen[_PLAN_SEEN] = f"{self._plan.attempt}/{self._plan.may_be_outdated}"
         self._sightings.look(seen, now_s)
         self._living = [self._about()] + [
             record.about for name, record in others.items() if self._sightings.silent_s(name, now_s) < self._timeout_s
@@ -442,24 +460,30 @@ class Muster:
 
     def _take_in_plan(self, stored: Stored | None) -> None:
         """The newest plan that we have ever seen, which is the one in the store unless that has lost its data."""
-        found = None
-        self._plan_revision = 0
-        if stored is not None:
-            self._plan_revision = stored.mod_revision
-            with contextlib.suppress(ValidationError):
-                found = _PLAN.validate_json(stored.value)
+        self._plan_revision = stored.mod_revision if stored is not None else 0
+        found = decode_plan(stored.value) if stored is not None else None
         known = self._plan
+        # We have seen all that was ever in a store that is our own.
+        is_sure = self._store is not None and known is not None and not known.may_be_outdated
         if known is None or (found is not None and found.number >= known.number):
-            self._plan, self._is_plan_stored = found, True
-            if self._doubted_number is not None and found is not None and found.number > self._doubted_number:
-                self._doubted_number = None
+            self._is_plan_stored = True
+            if found is None:
+                return
+            if is_sure and found.may_be_outdated and known is not None and found.number == known.number:
+                self._is_plan_stored = False
+                found = replace(found, may_be_outdated=False)
+            self._know(found)
             return
-        if self._is_plan_stored or self._doubted_number is None:
-            self._num_losses += 1
+        if self._is_plan_stored:
             self._emit("store_lost_data", attempt=known.attempt)
-        # Between the loss and now, others may have made a plan that nobody here has seen.
-        self._doubted_number = known.number
         self._is_plan_stored = False
+        self._know(replace(known, may_be_outdated=not is_sure))
+
+    def _know(self, plan: Plan) -> None:
+        """Takes note of the newest plan."""
+        if plan != self._plan:
+            self._plan = plan
+            self._remember(plan)
 
     async def _act(self, orders: Orders, now_s: float) -> None:
         if self._plan is not None and not self._is_plan_stored:
@@ -543,7 +567,6 @@ class Muster:
             self._bounds,
             quiet_s=now_s - self._ready[1],
             unheard_s=self._unheard_s(now_s),
-            may_be_outdated=self._doubted_number is not None,
             token=token,
             job=self._me.job,
         )
@@ -585,12 +608,13 @@ class Muster:
 
     async def _swap(self, plan: Plan, revision: int) -> bool:
         """Writes the plan, unless somebody else has written one since the given revision."""
-        value = json.dumps(asdict(plan)).encode()
+        value = encode_plan(plan)
         written, stored = await self._in_thread(
             lambda: self._client.compare_and_swap(self._key_of_plan, value, revision, 0)
         )
         if written and stored is not None and (self._plan is None or plan.number >= self._plan.number):
-            self._plan, self._plan_revision, self._is_plan_stored = plan, stored.mod_revision, True
+            self._plan_revision, self._is_plan_stored = stored.mod_revision, True
+            self._know(plan)
         return written
 
     async def _change_plan(self, change: Callable[[Plan], Plan | None]) -> None:
@@ -600,13 +624,13 @@ class Muster:
             try:
                 if await self._change_plan_once(change):
                     return
-            except (EtcdError, ValidationError):
+            except EtcdError:
                 await asyncio.sleep(BUSY_S)
 
     async def _change_plan_once(self, change: Callable[[Plan], Plan | None]) -> bool:
         """Returns whether there is nothing (more) to change."""
         stored = await self._in_thread(lambda: self._client.get(self._key_of_plan))
-        plan = _PLAN.validate_json(stored.value) if stored is not None else None
+        plan = decode_plan(stored.value) if stored is not None else None
         if self._plan is not None and (plan is None or plan.number < self._plan.number):
             plan = self._plan  # the store has lost it
         changed = change(plan) if plan is not None else None
