@@ -403,7 +403,7 @@ class World:
                 if task.done() and not task.cancelled():
                     task.result()
             assert self.now_s < deadline_s, self.describe()
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.1)
 
     async def train_together(self, *names: str, limit_s: float = 120.0) -> None:
         """Waits until these nodes, and no others, make steps together."""
@@ -454,7 +454,7 @@ class World:
     async def _tick(self) -> None:
         stepped_s = self.now_s
         while True:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.1)
             moving = self._moving()
             for node in self.nodes.values():
                 self.wrong += [f"{fields}" for kind, fields in node.events if "Error" in str(fields)]

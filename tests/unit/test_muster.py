@@ -215,7 +215,7 @@ def test_random_schedules(seed: int) -> None:
         await world.train_together(*names)
         for _ in range(dice.randint(3, 12)):
             world.log.append(f"{world.now_s:.2f} {act(world)}")
-            await asyncio.sleep(dice.choice([0.05, 0.3, 1.0, 3.0, 10.0, 40.0, 100.0]))
+            await asyncio.sleep(dice.choice([0.05, 0.3, 1.0, 3.0, 10.0, 100.0]))
         world.heal()
         world.boot(*names)
         for node in world.nodes.values():
