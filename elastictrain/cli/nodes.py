@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastictrain.cli.agreement import must_agree, node_name
-from elastictrain.core.membership import Bounds, Lineage
+from elastictrain.core.membership import Bounds, Lineage, Plan
 from elastictrain.kv.client import EtcdClient
+from elastictrain.protocol import write_atomically
 from elastictrain.supervisor.endpoint import endpoint_of
-from elastictrain.supervisor.muster import Muster, Self
+from elastictrain.supervisor.muster import STOPPING_S, Muster, Self, decode_plan, encode_plan
 from elastictrain.supervisor.store_process import StoreProcess
 
 if TYPE_CHECKING:
     from elastictrain.cli.state_dir import StateDir
     from elastictrain.config import LoadedJob
     from elastictrain.supervisor.events import EventSink
+
+PLAN_FILE = "plan.json"
+"""The newest plan that this node has seen: a store may lose its data, and numbers must not be used again."""
 
 
 def make_team(job: LoadedJob, state: StateDir, lineage: Lineage, sink: EventSink) -> Muster:
@@ -56,10 +62,26 @@ def make_team(job: LoadedJob, state: StateDir, lineage: Lineage, sink: EventSink
             micro_batch_size=config.train.micro_batch_size,
             global_batch_size=config.train.global_batch_size,
             samples_per_rank=config.train.micro_batch_size * (config.train.accumulation_steps or 1),
+            takeover_s=config.elastic.store_timeout_s + STOPPING_S,
         ),
         node_timeout_s=config.elastic.node_timeout_s,
+        store_timeout_s=config.elastic.store_timeout_s,
         lineage=lineage,
         last_number=state.last_number,
         store=store,
         emit=emit,
+        remembered=_read_plan(state.path / PLAN_FILE),
+        remember=lambda plan: _write_plan(state.path / PLAN_FILE, plan),
     )
+
+
+def _read_plan(path: Path) -> Plan | None:
+    try:
+        return decode_plan(path.read_bytes())
+    except OSError:
+        return None
+
+
+def _write_plan(path: Path, plan: Plan) -> None:
+    with contextlib.suppress(OSError):  # a full disk costs the memory of it, never the training
+        write_atomically(path, encode_plan(plan))

@@ -197,6 +197,9 @@ class ElasticConfig(Section):
     node_timeout_s: Annotated[float, Field(ge=0.5)] = 3.0
     """A node that has not been heard of for so long, while the ranks of the others wait in a collective, is done
     without."""
+    store_timeout_s: PositiveFloat = 300.0
+    """Where the store of the rendezvous cannot be reached, training goes on for so long. Then the ranks stop and wait
+    for it, since nodes that took no part so far may have gone on in their place (half a minute later)."""
     last_call_s: NonNegativeFloat = 3.0
     """At the first start: how long to wait for more nodes once there are MIN."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

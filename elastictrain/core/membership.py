@@ -5,6 +5,11 @@ written by compare-and-swap: of several nodes that write the next one, one succe
 again. So a node that has been cut off and comes back cannot act under an old number: nobody takes part in that one any
 more, and a step of a worker group needs all of its ranks.
 
+For the same reason any single member may go on without the others: since its own ranks have ended, theirs make no more
+steps. Nodes that were no part of the last worker group cannot know that. They go on in its place when a member says
+that it has ended, or after a time (`Bounds.takeover_s`) after which a worker group that nobody hears of has stopped
+itself.
+
 A node is told from a dead one by its record, which changes every moment while its supervisor lives, and by nothing that
 a clock says: it is dead when its record has stood still under our own eyes (`Sightings`).
 """
@@ -31,6 +36,11 @@ class Standing(StrEnum):
     """Drained, or halted: it takes no part."""
     DONE = "done"
     """Its ranks have done the job's last step."""
+
+
+_RUNS = (Standing.RUNNING, Standing.LEAVING)
+_NUMBERS_OF_LOST_PLANS = 1000
+"""So many plans may have been made and lost between one that somebody remembers and the loss of the store's data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,7 @@ class Node:
         lineage: the run that it goes on with.
         must_agree: what has to be the same on all nodes, by name.
         reason: of its standing, in words.
+        has_taken_part: in a worker group, since its supervisor started.
     """
 
     node: str
@@ -83,6 +94,7 @@ class Node:
     lineage: Lineage
     must_agree: Mapping[str, str] = field(default_factory=dict)
     reason: str = ""
+    has_taken_part: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +127,8 @@ class Plan:
         lineage: the run that all go on with.
         stop_reason: somebody has asked for the end of the whole job, and why.
         is_complete: the job's last step is done.
+        is_over: a member has ended its part, and said so before it left.
+        may_be_outdated: the store had lost its data, and this was written again; there may have been a later one.
     """
 
     number: int
@@ -123,6 +137,8 @@ class Plan:
     lineage: Lineage
     stop_reason: str = ""
     is_complete: bool = False
+    is_over: bool = False
+    may_be_outdated: bool = False
 
     @property
     def world_size(self) -> int:
@@ -148,6 +164,8 @@ class Bounds:
         micro_batch_size: samples per forward pass.
         global_batch_size: samples per step, where the job file fixes it.
         samples_per_rank: of a step, where it is this that the job file fixes: the first plan makes the global batch.
+        takeover_s: nodes that took no part in the last worker group go on in its place once it has not been heard of
+            for so long; by then it has stopped itself.
     """
 
     min_nodes: int
@@ -156,6 +174,7 @@ class Bounds:
     micro_batch_size: int
     global_batch_size: int | None
     samples_per_rank: int
+    takeover_s: float
 
     def max_ranks(self, lineage: Lineage) -> int | None:
         """More would have nothing to do: a step has so many microbatches. None where that is open still."""
@@ -170,18 +189,21 @@ class Line:
     Args:
         nodes: in the order of their ranks.
         reserve: those that are ready and left out, and why.
+        lineage: the run that they go on with; None where there is none of them.
     """
 
     nodes: tuple[Node, ...]
     reserve: Mapping[str, str]
+    lineage: Lineage | None
 
 
 def reference(plan: Plan | None, nodes: Sequence[Node]) -> Node | None:
-    """The node that the others have to agree with: the first member that is there, else the first by name."""
+    """The node that the others have to agree with: the first member that is there, else the first by name. One that
+    comes back changed does not turn away those that have gone on."""
     present = {node.node: node for node in nodes if node.standing is not Standing.AWAY}
-    for member in plan.members if plan is not None else ():
-        if member.node in present:
-            return present[member.node]
+    there = [present[member.node] for member in (plan.members if plan is not None else ()) if member.node in present]
+    for node in (*[each for each in there if each.has_taken_part], *there):
+        return node
     return present[min(present)] if present else None
 
 
@@ -201,21 +223,23 @@ def line_up(plan: Plan | None, nodes: Sequence[Node], bounds: Bounds) -> Line:
     ready = [node for node in nodes if node.standing is Standing.READY]
     ready.sort(key=lambda node: (former.get(node.node, len(former)), node.node))
     ruler = reference(plan, nodes)
+    found = {node.node: differences(node, ruler) for node in ready} if ruler is not None else {}
+    reserve = {node: "; ".join(words) for node, words in found.items() if words}
+    fitting = [node for node in ready if node.node not in reserve]
+    # Of all that fit, also of those that are left out below: which run it is does not depend on who takes part.
+    lineage = agreed_lineage(fitting) if fitting else None
+    max_ranks = bounds.max_ranks(lineage) if lineage is not None else None
     chosen: list[Node] = []
-    reserve: dict[str, str] = {}
     num_ranks = 0
-    max_ranks = bounds.max_ranks(agreed_lineage(ready)) if ready else None
-    for node in ready:
-        if ruler is not None and (found := differences(node, ruler)):
-            reserve[node.node] = "; ".join(found)
-        elif len(chosen) == bounds.max_nodes:
+    for node in fitting:
+        if len(chosen) == bounds.max_nodes:
             reserve[node.node] = f"there are {bounds.max_nodes} nodes already"
         elif max_ranks is not None and num_ranks + node.num_ranks > max_ranks:
             reserve[node.node] = f"a step has {max_ranks} microbatches, too few for its ranks as well"
         else:
             chosen.append(node)
             num_ranks += node.num_ranks
-    return Line(tuple(chosen), reserve)
+    return Line(tuple(chosen), reserve, lineage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +254,15 @@ class Wait:
 
 
 def next_plan(
-    plan: Plan | None, nodes: Sequence[Node], me: str, bounds: Bounds, *, quiet_s: float, token: str, job: str
+    plan: Plan | None,
+    nodes: Sequence[Node],
+    me: str,
+    bounds: Bounds,
+    *,
+    quiet_s: float,
+    unheard_s: float,
+    token: str,
+    job: str,
 ) -> Plan | Wait:
     """The plan of the next worker group, if it can be made now and this node is the one to write it.
 
@@ -240,10 +272,12 @@ def next_plan(
         me: this node.
         bounds: how many may take part.
         quiet_s: for how long the same nodes have been ready.
+        unheard_s: for how long, under our eyes, neither the plan has changed nor a member that is not among the nodes
+            has been heard of.
         token: makes the attempt's name unique.
         job: name of the job.
     """
-    busy = [node for node in nodes if node.standing in (Standing.RUNNING, Standing.LEAVING)]
+    busy = [node for node in nodes if node.standing in _RUNS]
     if busy:
         return Wait(f"the ranks on {_names(busy)} have not ended yet")
     line = line_up(plan, nodes, bounds)
@@ -251,11 +285,11 @@ def next_plan(
         return Wait(f"this node is in reserve: {line.reserve[me]}")
     if len(line.nodes) < bounds.min_nodes:
         missing = bounds.min_nodes - len(line.nodes)
-        here = (
+        ready = (
             f"{_names(line.nodes)} {'is' if len(line.nodes) == 1 else 'are'} ready" if line.nodes else "none is ready"
         )
         return Wait(
-            f"waits for {missing} more node{'s' if missing > 1 else ''}: {here}, elastic.nodes asks for "
+            f"waits for {missing} more node{'s' if missing > 1 else ''}: {ready}, elastic.nodes asks for "
             f"{bounds.min_nodes}"
         )
     former = {member.node for member in plan.members} if plan is not None else set()
@@ -263,22 +297,68 @@ def next_plan(
     if warming:
         return Wait(f"waits for {_names(warming)}, which will be ready soon")
     goes_on = any(node.node in former for node in line.nodes)
+    here = {node.node for node in nodes}
+    absent = [member.host for member in plan.members if member.node not in here] if plan is not None else []
+    if plan is not None and unheard_s < bounds.takeover_s:
+        if plan.may_be_outdated and absent:
+            return Wait(_takes_over(", ".join(sorted(absent)), "the store has lost its data", unheard_s, bounds))
+        if not goes_on and not is_over(plan, nodes):
+            hosts = ", ".join(sorted(member.host for member in plan.members))
+            return Wait(_takes_over(hosts, "no node here took part", unheard_s, bounds))
     if not goes_on and len(line.nodes) < bounds.max_nodes and quiet_s < bounds.last_call_s:
         return Wait(f"{_names(line.nodes)} {'is' if len(line.nodes) == 1 else 'are'} ready; more may come")
     if line.nodes[0].node != me:
         return Wait(f"{line.nodes[0].host} makes the plan")
     number = 1 + max([node.number for node in nodes] + ([plan.number] if plan is not None else []))
+    if plan is not None and plan.may_be_outdated and absent:
+        number += _NUMBERS_OF_LOST_PLANS
     members = tuple(Member(n.node, n.host, n.address, n.num_ranks, n.store_port) for n in line.nodes)
-    lineage = agreed_lineage(line.nodes)
+    lineage = line.lineage
+    assert lineage is not None
     if bounds.global_batch_size is None and lineage.global_batch_size is None:
         world_size = sum(member.num_ranks for member in members)
         lineage = replace(lineage, global_batch_size=bounds.samples_per_rank * world_size)
     return Plan(number, f"{job}-{number}-{token}", members, lineage)
 
 
+def _takes_over(hosts: str, why: str, unheard_s: float, bounds: Bounds) -> str:
+    left_s = bounds.takeover_s - unheard_s
+    return f"{hosts} may train still, cut off from here, and {why}: goes on without them in {left_s:.0f} s"
+
+
+def is_over(plan: Plan, nodes: Sequence[Node]) -> bool:
+    """Whether the plan's worker group makes no more steps: the ranks of one of its members have ended.
+
+    Args:
+        plan: the last one.
+        nodes: what the nodes said last, whether they live or not.
+    """
+    return (
+        plan.is_over
+        or plan.is_complete
+        or any(
+            node.standing not in _RUNS and node.number >= plan.number and plan.place_of(node.node) is not None
+            for node in nodes
+        )
+    )
+
+
 def agreed_lineage(nodes: Sequence[Node]) -> Lineage:
-    """The run that all go on with: one that was asked for, else the one that got furthest, else the first node's."""
-    best = max(nodes, key=lambda n: (n.lineage.is_asked_for, n.lineage.has_begun, n.number, -nodes.index(n)))
+    """The run that all go on with: the one that some of them are in the middle of, else one that was asked for, else
+    the one that got furthest, else the first node's. A node that comes later never takes the others' run away."""
+    places = range(len(nodes))
+    best = nodes[
+        max(
+            places,
+            key=lambda place: (
+                nodes[place].has_taken_part,
+                nodes[place].lineage.is_asked_for,
+                nodes[place].lineage.has_begun,
+                nodes[place].number,
+                -place,
+            ),
+        )
+    ]
     begun = any(n.lineage.has_begun and n.lineage.run_id == best.lineage.run_id for n in nodes)
     return replace(best.lineage, is_asked_for=False, has_begun=begun)
 
@@ -292,6 +372,8 @@ def regroup_reason(plan: Plan, nodes: Sequence[Node], bounds: Bounds) -> str:
         bounds: how many may take part.
     """
     by_name = {node.node: node for node in nodes}
+    if any(n.standing is Standing.DONE and plan.place_of(n.node) is not None for n in nodes):
+        return ""  # the last step is done: it is too late to help
     leaving = [n for n in nodes if n.standing is Standing.LEAVING and plan.place_of(n.node) is not None]
     if leaving:
         return f"{_names(leaving)} leaves"

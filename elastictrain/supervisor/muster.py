@@ -3,7 +3,11 @@
 Each writes its own record, now and then, and reads everybody's in the same request; the plan of the next worker group
 is the one key that they share, and is changed by compare-and-swap alone. What follows from what is read is decided in
 `core.membership`. A store that cannot be reached stops nobody who trains: a step needs the ranks of all nodes, so as
-long as steps are made all nodes are there.
+long as steps are made all nodes are there. Only after `store_timeout_s` a node stops its ranks all the same: from then
+on, nodes that took no part in this worker group may go on in its place.
+
+A store may lose its data, ours with its process. So every node remembers the newest plan that it has seen, also after a
+restart, and writes it again into a store that does not have it: numbers only grow.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -47,6 +51,8 @@ CALM_S = 0.5
 BUSY_S = 0.1
 """The same while a worker group is being put together."""
 MIN_LEASE_S = 30
+STOPPING_S = 30.0
+"""A worker group that nobody hears of has stopped itself so long after its own limit, the store's answers included."""
 SERVED_TRIES = 5
 """How often to ask whether it is a store that listens where ours should: it may be on its way up."""
 FAREWELL_S = 10.0
@@ -54,6 +60,8 @@ FAREWELL_S = 10.0
 
 _T = TypeVar("_T")
 _RUNS = (Standing.RUNNING, Standing.LEAVING)
+_PLAN_SEEN = "the plan"
+"""What our sightings of it go by: no node's name has a space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,19 @@ class _Record:
 
 _RECORD = TypeAdapter(_Record)
 _PLAN = TypeAdapter(Plan)
+
+
+def encode_plan(plan: Plan) -> bytes:
+    """As it is in the store, and in a node's state directory."""
+    return json.dumps(asdict(plan)).encode()
+
+
+def decode_plan(data: bytes) -> Plan | None:
+    """None for what is no plan."""
+    try:
+        return _PLAN.validate_json(data)
+    except ValidationError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +129,16 @@ class Muster:
         client: of the store.
         bounds: how many may take part.
         node_timeout_s: after which a node that is not heard of is done without.
+        store_timeout_s: after which the ranks of a node that does not reach the store stop; shorter than the bounds'
+            `takeover_s` by what that may take.
         lineage: the run that this node goes on with.
         last_number: of the worker groups that this node took part in.
         store: the process that serves the store, where that is this node's to do.
         emit: takes events.
+        remembered: the newest plan that an earlier life of this supervisor has seen.
+        remember: keeps that plan; must not fail.
+        clock: seconds, only forward.
+        executor: carries out requests to the store, one at a time; default: a thread of its own.
     """
 
     def __init__(
@@ -121,19 +148,26 @@ class Muster:
         bounds: Bounds,
         *,
         node_timeout_s: float,
+        store_timeout_s: float,
         lineage: Lineage,
         last_number: int,
         store: StoreProcess | None,
         emit: Callable[..., None],
+        remembered: Plan | None,
+        remember: Callable[[Plan], None],
+        clock: Callable[[], float] = time.monotonic,
+        executor: Executor | None = None,
     ) -> None:
         self._me = me
         self._client = client
         self._bounds = bounds
         self._timeout_s = node_timeout_s
+        self._store_timeout_s = store_timeout_s
         self._lineage = lineage
         self._number = last_number
         self._store = store
         self._emit = emit
+        self._clock = clock
         self._prefix = f"{PREFIX}{quote(me.job, safe='')}/"
         self._life = secrets.token_hex(8)
         self._turn = 0
@@ -141,18 +175,22 @@ class Muster:
         self._reason = "its supervisor has just started"
         self._listener: socket.socket | None = None
         self._sightings = Sightings(gap_s=max(2 * CALM_S, node_timeout_s / 2))
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._executor = executor if executor is not None else ThreadPoolExecutor(1, thread_name_prefix="store")
         self._lease: int | None = None
         self._lease_renewed_s = float("-inf")
         self._others: dict[str, _Record] = {}
         self._living: list[Node] = []
         self._news: dict[str, dict[str, Any]] = {}
-        self._plan: Plan | None = None
+        self._plan = remembered
+        self._remember = remember
         self._plan_revision = 0
+        self._is_plan_stored = True
         self._mine: Plan | None = None
         self._ready: tuple[frozenset[str], float] = (frozenset(), 0.0)
         self._ends_heard: tuple[int, str] | None = None
         self._has_looked = False
+        self._has_taken_part = False
+        self._looked_s = 0.0
         self._away_since_s: float | None = None
         self._away_why = ""
         self._is_ordered = False
@@ -168,13 +206,13 @@ class Muster:
     @property
     def waits_for(self) -> str:
         if self._away_since_s is not None:
-            away_s = time.monotonic() - self._away_since_s
+            away_s = self._clock() - self._away_since_s
             return f"the store of the rendezvous cannot be reached since {away_s:.0f} s: {self._away_why}"
         return self._waits_for
 
     @property
     def nodes(self) -> tuple[NodeView, ...]:
-        now_s = time.monotonic()
+        now_s = self._clock()
         views = [self._view(self._about(), None)]
         for name, record in self._others.items():
             views.append(self._view(record.about, self._sightings.silent_s(name, now_s)))
@@ -253,6 +291,9 @@ class Muster:
         except ConfigError as error:
             self.stand(Standing.AWAY, error.what)
             raise
+        except asyncio.CancelledError:
+            self.stand(Standing.AWAY, "told to stop")
+            raise
         finally:
             self._assembled = None
 
@@ -266,7 +307,7 @@ class Muster:
             return True
         async with self._changed:
             await self._changed.wait_for(lambda: self._is_decided(plan, keeper))
-        return self._is_complete(plan) or keeper not in {lost.node for lost in self._lost(plan)}
+        return self._is_complete(plan) or not self._is_lost(plan, keeper)
 
     def _is_complete(self, plan: Plan) -> bool:
         return self._plan is not None and self._plan.number == plan.number and self._plan.is_complete
@@ -275,11 +316,13 @@ class Muster:
         """Whether the first member has kept the last state, or will not any more."""
         if self._away_since_s is not None:
             # It has told the others for as long as it waits for them; a store that is gone is its own, and all is done.
-            return time.monotonic() - self._away_since_s > FAREWELL_S
-        return self._is_complete(plan) or keeper in {lost.node for lost in self._lost(plan)}
+            return self._clock() - self._away_since_s > FAREWELL_S
+        return self._is_complete(plan) or self._is_lost(plan, keeper)
 
-    def _lost(self, plan: Plan) -> list[Any]:
-        return lost_members(plan, self._living, self._me.node)
+    def _is_lost(self, plan: Plan, keeper: str) -> bool:
+        if self._plan is not None and self._plan.attempt != plan.attempt:
+            return True  # it has gone on without this node, which was cut off for long
+        return keeper in {lost.node for lost in lost_members(plan, self._living, self._me.node)}
 
     async def stop_all(self, reason: str) -> None:
         await self._change_plan(lambda plan: replace(plan, stop_reason=reason) if not plan.stop_reason else None)
@@ -290,14 +333,15 @@ class Muster:
             return
         task, self._task = self._task, None
         if self._store is not None and self._has_looked:
-            deadline_s = time.monotonic() + FAREWELL_S
-            while time.monotonic() < deadline_s and self._away_since_s is None and self._is_heard_of():
+            deadline_s = self._clock() + FAREWELL_S
+            while self._clock() < deadline_s and self._away_since_s is None and self._is_heard_of():
                 await asyncio.sleep(BUSY_S)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
         if self._away_since_s is None and self._has_looked:
             with contextlib.suppress(EtcdError):
+                await self._say_it_is_over()
                 await self._in_thread(lambda: self._client.delete(self._key(self._me.node)))
         self._executor.shutdown(wait=False, cancel_futures=True)
         if self._listener is not None:
@@ -305,6 +349,17 @@ class Muster:
             self._listener = None
         if self._store is not None:
             await self._store.close()
+
+    async def _say_it_is_over(self) -> None:
+        """When nobody is left of the last worker group, others need not wait for a sign of it."""
+        number, me = self._number, self._me.node
+        await self._change_plan_once(
+            lambda plan: (
+                replace(plan, is_over=True)
+                if plan.number <= number and plan.place_of(me) is not None and not plan.is_over
+                else None
+            )
+        )
 
     def _is_heard_of(self) -> bool:
         """Whether somebody may still want to know how the job ended."""
@@ -326,6 +381,7 @@ class Muster:
             lineage=self._lineage,
             must_agree=dict(self._me.must_agree),
             reason=self._reason,
+            has_taken_part=self._has_taken_part,
         )
 
     async def _run(self) -> None:
@@ -335,6 +391,8 @@ class Muster:
                 await self._look()
             except EtcdError as error:
                 self._could_not_look(str(error))
+            except Exception as error:  # noqa: BLE001 - whatever it is: who looks no more is lost, and hears of nothing
+                self._could_not_look(f"{type(error).__name__}: {error}")
             async with self._changed:
                 self._changed.notify_all()
             interval_s = BUSY_S if self._standing not in (Standing.RUNNING, Standing.AWAY) else CALM_S
@@ -350,8 +408,10 @@ class Muster:
         news = orders.news() if has_rank_zero else {}
         record = _Record(self._life, self._turn, self._about(), tuple(orders.rank_views()), news)
         value = json.dumps(asdict(record)).encode()
+        began_s = self._clock()
         found = await self._in_thread(lambda: self._exchange(value))
-        now_s = time.monotonic()
+        now_s = self._clock()
+        self._looked_s = began_s
         if self._away_since_s is not None:
             self._emit("store_back", away_s=round(now_s - self._away_since_s, 3))
             self._away_since_s = None
@@ -370,7 +430,7 @@ class Muster:
     def _living_lease(self) -> int:
         """Records of nodes that nobody comes back to go by themselves."""
         ttl_s = int(max(MIN_LEASE_S, 10 * self._timeout_s))
-        now_s = time.monotonic()
+        now_s = self._clock()
         if self._lease is not None and now_s - self._lease_renewed_s < ttl_s / 3:
             return self._lease
         if self._lease is None or not self._client.keep_lease_alive(self._lease):
@@ -390,21 +450,47 @@ class Muster:
                 elif record.life != self._life:
                     self._waits_for = f"another supervisor writes as node {self._me.node}"
         self._others = others
-        self._sightings.look({name: f"{record.life}/{record.turn}" for name, record in others.items()}, now_s)
+        self._take_in_plan(found.get(self._key_of_plan))
+        seen = {name: f"{record.life}/{record.turn}" for name, record in others.items()}
+        if self._plan is not None:
+            seen = {member.node: "" for member in self._plan.members} | seen
+            seen[_PLAN_SEEN] = f"{self._plan.attempt}/{self._plan.may_be_outdated}"
+        self._sightings.look(seen, now_s)
         self._living = [self._about()] + [
             record.about for name, record in others.items() if self._sightings.silent_s(name, now_s) < self._timeout_s
         ]
         if self._mine is not None and (first := others.get(self._mine.members[0].node)) is not None:
             self._hear_news(first.news)
-        of_plan = found.get(self._key_of_plan)
-        self._plan, self._plan_revision = None, 0
-        if of_plan is not None:
-            self._plan_revision = of_plan.mod_revision
-            with contextlib.suppress(ValidationError):
-                self._plan = _PLAN.validate_json(of_plan.value)
         ready = frozenset(node.node for node in self._living if node.standing is Standing.READY)
         if ready != self._ready[0]:
             self._ready = (ready, now_s)
+
+    def _take_in_plan(self, stored: Stored | None) -> None:
+        """The newest plan that we have ever seen, which is the one in the store unless that has lost its data."""
+        self._plan_revision = stored.mod_revision if stored is not None else 0
+        found = decode_plan(stored.value) if stored is not None else None
+        known = self._plan
+        # We have seen all that was ever in a store that is our own.
+        is_sure = self._store is not None and known is not None and not known.may_be_outdated
+        if known is None or (found is not None and found.number >= known.number):
+            self._is_plan_stored = True
+            if found is None:
+                return
+            if is_sure and found.may_be_outdated and known is not None and found.number == known.number:
+                self._is_plan_stored = False
+                found = replace(found, may_be_outdated=False)
+            self._know(found)
+            return
+        if self._is_plan_stored:
+            self._emit("store_lost_data", attempt=known.attempt)
+        self._is_plan_stored = False
+        self._know(replace(known, may_be_outdated=not is_sure))
+
+    def _know(self, plan: Plan) -> None:
+        """Takes note of the newest plan."""
+        if plan != self._plan:
+            self._plan = plan
+            self._remember(plan)
 
     def _hear_news(self, news: Mapping[str, dict[str, Any]]) -> None:
         """What rank zero says, every node keeps: whoever asks, and whoever is left, knows how far the job was."""
@@ -414,6 +500,9 @@ class Muster:
                 self._emit(kind, **fields)
 
     async def _act(self, orders: Orders, now_s: float) -> None:
+        if self._plan is not None and not self._is_plan_stored:
+            await self._swap(self._plan, self._plan_revision)
+            return
         plan = self._plan
         end = (plan.number, _end_of(plan)) if plan is not None and _end_of(plan) else (0, "")
         if self._ends_heard is None:
@@ -421,19 +510,19 @@ class Muster:
         if end[1] and end != self._ends_heard and self._standing is not Standing.DONE:
             self._ends_heard = end
             orders.stop_with_all(end[1])
+            return
         mine = self._mine
         if self._standing in _RUNS and mine is not None:
-            if plan is None:
-                await self._swap(mine)  # a store that has come back without its data
-            elif plan.number > mine.number:
+            assert plan is not None
+            if plan.attempt != mine.attempt:
                 self._order_to_abandon(f"the other nodes have gone on without this one, as {plan.attempt}")
             else:
                 self._look_after(mine, orders)
-        elif self._standing is Standing.READY:
+        elif self._standing is Standing.READY and self._assembled is not None and not self._assembled.done():
             await self._line_up(now_s)
 
     def _look_after(self, mine: Plan, orders: Orders) -> None:
-        lost = self._lost(mine)
+        lost = lost_members(mine, self._living, self._me.node)
         if lost:
             waits_s, _ = orders.waits_since_s()
             if waits_s >= self._timeout_s:
@@ -451,7 +540,7 @@ class Muster:
         self._orders.abandon(reason)
 
     def _could_not_look(self, why: str) -> None:
-        now_s = time.monotonic()
+        now_s = self._clock()
         self._away_why = why
         if self._away_since_s is None:
             self._away_since_s = now_s
@@ -461,6 +550,9 @@ class Muster:
             away_s = now_s - self._away_since_s
             if min(waits_s, away_s) > max(limit_s, self._timeout_s):
                 self._order_to_abandon("this node is cut off: its ranks wait for others, and the store is not reached")
+            elif now_s - self._looked_s > self._store_timeout_s:
+                why = f"the store has not been reached for {self._store_timeout_s:g} s"
+                self._order_to_abandon(f"{why}: nodes that took no part may go on in this one's place")
 
     async def _line_up(self, now_s: float) -> None:
         plan = self._plan
@@ -473,13 +565,13 @@ class Muster:
         ruler = reference(plan, self._living)
         about = self._about()
         if ruler is not None and ruler.node != about.node and (found := differences(about, ruler)):
-            if self._assembled is not None and not self._assembled.done():
-                self._assembled.set_exception(
-                    ConfigError(
-                        f"this node cannot take part with {ruler.host}: {'; '.join(found)}",
-                        "All nodes of a job need the same job.toml, code and versions.",
-                    )
+            assert self._assembled is not None
+            self._assembled.set_exception(
+                ConfigError(
+                    f"this node cannot take part with {ruler.host}: {'; '.join(found)}",
+                    "All nodes of a job need the same job.toml, code and versions.",
                 )
+            )
             return
         token = secrets.token_hex(3)
         decided = next_plan(
@@ -488,17 +580,24 @@ class Muster:
             self._me.node,
             self._bounds,
             quiet_s=now_s - self._ready[1],
+            unheard_s=self._unheard_s(now_s),
             token=token,
             job=self._me.job,
         )
         if not isinstance(decided, Plan):
             self._waits_for = decided.reason
-        elif await self._swap(decided):
+        elif await self._swap(decided, self._plan_revision):
             self._take(decided, 0)
 
+    def _unheard_s(self, now_s: float) -> float:
+        living = {node.node for node in self._living}
+        absent = [m.node for m in (self._plan.members if self._plan is not None else ()) if m.node not in living]
+        return min(self._sightings.silent_s(name, now_s) for name in (_PLAN_SEEN, *absent))
+
     def _take(self, plan: Plan, place: int) -> None:
-        self._mine = self._plan = plan
+        self._mine = plan
         self._number = plan.number
+        self._has_taken_part = True
         self._lineage = replace(plan.lineage, has_begun=True)
         self._standing, self._reason = Standing.RUNNING, f"takes part in {plan.attempt}"
         listener = None
@@ -521,30 +620,35 @@ class Muster:
     def _key_of_plan(self) -> str:
         return f"{self._prefix}plan"
 
-    async def _swap(self, plan: Plan) -> bool:
-        """Writes the plan, unless somebody else has written one since we looked."""
-        value, revision = json.dumps(asdict(plan)).encode(), self._plan_revision
+    async def _swap(self, plan: Plan, revision: int) -> bool:
+        """Writes the plan, unless somebody else has written one since the given revision."""
+        value = encode_plan(plan)
         written, stored = await self._in_thread(
             lambda: self._client.compare_and_swap(self._key_of_plan, value, revision, 0)
         )
-        if written and stored is not None:
-            self._plan, self._plan_revision = plan, stored.mod_revision
+        if written and stored is not None and (self._plan is None or plan.number >= self._plan.number):
+            self._plan_revision, self._is_plan_stored = stored.mod_revision, True
+            self._know(plan)
         return written
 
     async def _change_plan(self, change: Callable[[Plan], Plan | None]) -> None:
         """Changes the plan that is there; gives up where there is none, or `change` has nothing to change."""
-        deadline_s = time.monotonic() + FAREWELL_S
-        while time.monotonic() < deadline_s:
+        deadline_s = self._clock() + FAREWELL_S
+        while self._clock() < deadline_s:
             try:
-                stored = await self._in_thread(lambda: self._client.get(self._key_of_plan))
-                changed = change(_PLAN.validate_json(stored.value)) if stored is not None else None
-                if stored is None or changed is None:
+                if await self._change_plan_once(change):
                     return
-                self._plan_revision = stored.mod_revision
-                if await self._swap(changed):
-                    return
-            except (EtcdError, ValidationError):
+            except EtcdError:
                 await asyncio.sleep(BUSY_S)
+
+    async def _change_plan_once(self, change: Callable[[Plan], Plan | None]) -> bool:
+        """Returns whether there is nothing (more) to change."""
+        stored = await self._in_thread(lambda: self._client.get(self._key_of_plan))
+        plan = decode_plan(stored.value) if stored is not None else None
+        if self._plan is not None and (plan is None or plan.number < self._plan.number):
+            plan = self._plan  # the store has lost it
+        changed = change(plan) if plan is not None else None
+        return changed is None or await self._swap(changed, stored.mod_revision if stored is not None else 0)
 
     async def _in_thread(self, request: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, request)

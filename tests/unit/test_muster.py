@@ -1,0 +1,227 @@
+"""Several supervisors that agree, whatever happens to the network, the store, and to each other."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from elastictrain.supervisor import muster
+from tests.unit.muster_world import STORE, STORE_TIMEOUT_S, World, fake_listen, play
+
+NUM_SCHEDULES = 60
+
+
+@pytest.fixture(autouse=True)
+def _no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muster, "_listen", fake_listen)
+
+
+def test_nodes_find_each_other_and_one_that_comes_later_joins() -> None:
+    async def it(world: World) -> None:
+        world.boot("a", "b")
+        await world.train_together("a", "b")
+        world.boot("c")
+        await world.train_together("a", "b", "c")
+        assert sorted(world.plans) == [1, 2]
+
+    play("abc", it)
+
+
+def test_a_killed_node_is_done_without_and_taken_in_again() -> None:
+    async def it(world: World) -> None:
+        world.boot("a", "b", "c")
+        await world.train_together("a", "b", "c")
+        world.kill("b")
+        await world.train_together("a", "c", limit_s=10.0)
+        world.boot("b")
+        await world.train_together("a", "b", "c", limit_s=10.0)
+
+    play("abc", it)
+
+
+def test_the_side_that_reaches_the_store_goes_on_and_the_other_stops() -> None:
+    async def it(world: World) -> None:
+        world.boot("a", "b", "c")
+        await world.train_together("a", "b", "c")
+        world.cut_off("a", "b")
+        await world.train_together("c", limit_s=10.0)
+        await world.until(lambda: world.nodes["a"].life is None and world.nodes["b"].life is None, 20.0)
+        world.heal()
+        await world.train_together("a", "b", "c")
+
+    play("abc", it)
+
+
+def test_a_store_that_is_away_stops_nobody() -> None:
+    async def it(world: World) -> None:
+        world.boot("a", "b")
+        await world.train_together("a", "b")
+        world.store.is_up = False
+        await world.more_steps(int(0.8 * STORE_TIMEOUT_S / 0.3))
+        assert world.last_number == 1
+        world.heal()
+        await world.more_steps(10)
+        assert world.last_number == 1, "nor does its return"
+
+    play("ab", it)
+
+
+def test_a_worker_group_stops_before_strangers_go_on_in_its_place() -> None:
+    async def it(world: World) -> None:
+        world.boot("a")
+        await world.train_together("a")
+        world.cut_off("a")
+        world.boot("b")
+        await world.more_steps(100)
+        assert world.trains_with() == {"a"}
+        await world.train_together("b", limit_s=2 * STORE_TIMEOUT_S)
+        assert world.nodes["a"].life is None
+        world.heal()
+        await world.train_together("a", "b")
+
+    play("ab", it)
+
+
+def test_strangers_go_on_at_once_where_the_last_worker_group_took_leave() -> None:
+    async def it(world: World) -> None:
+        world.boot("a")
+        await world.train_together("a")
+        world.nodes["a"].stopped = "told to stop"
+        world.nodes["a"].stop_ranks("told to stop")
+        await world.until(world.nodes["a"].task.done)
+        world.boot("b")
+        await world.train_together("b", limit_s=10.0)
+
+    play("ab", it)
+
+
+def test_numbers_go_on_where_the_store_has_lost_its_data() -> None:
+    async def it(world: World) -> None:
+        world.boot("a", "b")
+        await world.train_together("a", "b")
+        world.store.lose_data()
+        await world.more_steps(10)
+        assert world.last_number == 1, "who trains goes on"
+        world.boot("c")
+        await world.train_together("a", "b", "c")
+        for name in "abc":
+            world.kill(name)
+        world.store.lose_data()
+        world.boot("c", "b", "a")
+        await world.train_together("a", "b", "c")
+        assert world.last_number > 2
+
+    play("abc", it)
+
+
+def test_after_a_loss_nobody_goes_on_beside_a_worker_group_that_it_does_not_know_of() -> None:
+    async def it(world: World) -> None:
+        world.boot("a", "b")
+        await world.train_together("a", "b")
+        world.cut_off("b")
+        await world.train_together("a")
+        world.heal()
+        world.cut_off("a")
+        world.store.lose_data()  # and with it the plan of a alone
+        await world.more_steps(100)
+        assert world.trains_with() == {"a"}
+        await world.train_together("b", limit_s=2 * STORE_TIMEOUT_S)
+        world.heal()
+        await world.train_together("a", "b")
+
+    play("ab", it)
+
+
+def test_a_node_that_drains_leaves_the_others_to_it() -> None:
+    async def it(world: World) -> None:
+        world.boot("a", "b")
+        await world.train_together("a", "b")
+        world.nodes["a"].is_drained = True
+        world.nodes["a"].stop_ranks("asked to drain")
+        await world.train_together("b", limit_s=10.0)
+        world.nodes["a"].is_drained = False
+        await world.train_together("a", "b", limit_s=10.0)
+
+    play("ab", it)
+
+
+def test_all_stop_when_one_is_told_to_for_all() -> None:
+    async def it(world: World) -> None:
+        world.boot("a", "b", "c")
+        await world.train_together("a", "b", "c")
+        await world.nodes["b"].muster.stop_all("enough")
+        await world.until(lambda: all(node.task.done() for node in world.nodes.values()))
+        assert {node.stopped for node in world.nodes.values()} == {"enough"}
+        assert world.last_number == 1
+
+    play("abc", it)
+
+
+def test_a_stop_is_heard_by_nodes_that_are_between_two_worker_groups() -> None:
+    """None of them may begin another before all have heard."""
+
+    async def it(world: World) -> None:
+        world.boot("a", "b", "c")
+        await world.train_together("a", "b", "c")
+        for node in world.nodes.values():
+            node.abandon("as if its ranks had failed")
+        await world.until(lambda: all(node.life is None for node in world.nodes.values()))
+        await world.nodes["b"].muster.stop_all("enough")
+        await world.until(lambda: all(node.task.done() for node in world.nodes.values()))
+
+    play("abc", it)
+
+
+@pytest.mark.parametrize("seed", range(NUM_SCHEDULES))
+def test_random_schedules(seed: int) -> None:
+    """Never two worker groups that make steps (`World` looks at every moment), and all together again in the end."""
+    dice = random.Random(seed)
+    names = "abcd"[: dice.randint(2, 4)]
+    actions = ["cut", "cut", "cut_off", "cut_off", "heal", "heal", "kill", "boot", "outage", "loss", "drain"]
+
+    def act(world: World) -> str:
+        action = dice.choice(actions)
+        one, other = dice.sample([*names, STORE], 2)
+        if action == "cut":
+            world.cut(one, other)
+            return f"cut {one} {other}"
+        if action == "cut_off":
+            some = dice.sample(names, dice.randint(1, len(names) - 1))
+            world.cut_off(*some)
+            return f"cut off {some}"
+        if action == "heal":
+            world.heal()
+        elif action == "kill":
+            world.kill(name := dice.choice(names))
+            return f"kill {name}"
+        elif action == "boot":
+            world.boot(*names)
+        elif action == "outage":
+            world.store.is_up = False
+        elif action == "loss":
+            world.store.lose_data()
+        elif action == "drain" and world.nodes:
+            node = world.nodes[dice.choice(sorted(world.nodes))]
+            node.is_drained = not node.is_drained
+            if node.is_drained:
+                node.stop_ranks("asked to drain")
+            return f"drain {node.name}: {node.is_drained}"
+        return action
+
+    async def it(world: World) -> None:
+        world.boot(*names)
+        await world.train_together(*names)
+        for _ in range(dice.randint(3, 12)):
+            world.log.append(f"{world.now_s:.2f} {act(world)}")
+            await asyncio.sleep(dice.choice([0.05, 0.3, 1.0, 3.0, 10.0, 100.0]))
+        world.heal()
+        world.boot(*names)
+        for node in world.nodes.values():
+            node.is_drained = False
+        world.log.append(f"{world.now_s:.2f} all is well again")
+        await world.train_together(*names, limit_s=4 * STORE_TIMEOUT_S)
+        assert world.num_steps > 0
+
+    play(names, it)
