@@ -18,13 +18,15 @@ import psutil
 import pytest
 
 from elastictrain.cli.state_dir import StateDir
-from elastictrain.config import load_job
+from elastictrain.config import LoadedJob, load_job
 from elastictrain.core.lifecycle import State
 from elastictrain.errors import BusyError, IllegalTransitionError
 from elastictrain.heartbeat import heartbeat_paths, read_heartbeat
 from elastictrain.protocol import ENV_RUN_DIR, JOURNAL_FILE, read_error_reports
+from elastictrain.supervisor.incarnation import Incarnation
 from elastictrain.supervisor.journal_reader import JournalReader
 from elastictrain.supervisor.supervisor import Supervisor
+from elastictrain.supervisor.team import Assignment
 from tests.process.faulty import GLOBAL_BATCH
 from tests.process.helpers import (
     Finished,
@@ -422,6 +424,15 @@ class Kept:
         return [kind for kind, _ in self.events]
 
 
+def watched(job: LoadedJob, state: StateDir, sink: Kept) -> Supervisor:
+    """A supervisor of this process."""
+
+    def prepare(assignment: Assignment) -> Incarnation:
+        return state.prepare(job, assignment=assignment)
+
+    return Supervisor(job.config, prepare, state_dir=state.path, sink=sink, stay_up=True)
+
+
 async def until(condition: Any, deadline_s: float = 90.0) -> None:
     end_s = time.monotonic() + deadline_s
     while not condition():
@@ -440,7 +451,7 @@ def test_commands(tmp_path: Path) -> None:
     sink = Kept()
 
     async def scenario() -> None:
-        supervisor = Supervisor(job.config, lambda: state.prepare(job), state_dir=state.path, sink=sink, stay_up=True)
+        supervisor = watched(job, state, sink)
         running = asyncio.create_task(supervisor.run())
         with pytest.raises(BusyError, match="starting"):
             await supervisor.checkpoint(1.0)
@@ -489,7 +500,7 @@ def test_a_halt_waits_and_a_restart_is_no_failure(tmp_path: Path) -> None:
     sink = Kept()
 
     async def scenario() -> None:
-        supervisor = Supervisor(job.config, lambda: state.prepare(job), state_dir=state.path, sink=sink, stay_up=True)
+        supervisor = watched(job, state, sink)
         running = asyncio.create_task(supervisor.run())
         await until(lambda: supervisor.state is State.HALTED)
         assert "step 6 fails" in supervisor.view(time.monotonic()).reason

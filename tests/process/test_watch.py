@@ -19,6 +19,7 @@ from elastictrain.errors import BusyError, HaltError, IllegalTransitionError
 from elastictrain.protocol import BOARD_FILE, RUNS_DIR, StopBoard
 from elastictrain.supervisor.incarnation import Incarnation
 from elastictrain.supervisor.supervisor import Ending, Supervisor
+from elastictrain.supervisor.team import Assignment
 from tests.process.test_supervisor import Kept, ours, until
 
 SLOW_S = 4.0
@@ -75,7 +76,7 @@ def play(
         }
     )
 
-    def prepare() -> Incarnation:
+    def prepare(_assignment: Assignment) -> Incarnation:
         number = len(list((state / RUNS_DIR).iterdir())) + 1
         run_dir = state / RUNS_DIR / f"{number:04d}"
         run_dir.mkdir()
