@@ -30,6 +30,7 @@ from elastictrain.core.reduction_tree import Node, Partials, most_waiting, parti
 from elastictrain.core.window import split
 from elastictrain.errors import TaskError
 from elastictrain.training.device import Place
+from elastictrain.training.heap import keep_freed_memory
 from elastictrain.training.rank_independence import StateWatch, check_rank_independent
 
 _ALIGNMENT_BYTES = 64
@@ -66,6 +67,8 @@ class TreeReduction:
 
     def __init__(self, module: nn.Module, place: Place, *, allow_unused: bool) -> None:
         check_rank_independent(module)
+        if place.device.type == "cpu":
+            keep_freed_memory()
         self._place = place
         self._allow_unused = allow_unused
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
