@@ -407,3 +407,11 @@ class Reader:
         self._thread.join()
         event: dict[str, object] = json.loads(self.lines[-1])
         return event
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["run", "--nope"], ["run", "--output", "nope", "x"], ["run"]])
+def test_wrong_use_of_the_command_line(arguments: list[str]) -> None:
+    done = run_cli(*arguments)
+    assert done.code == 64
+    assert "Usage:" in done.stderr
+    assert "Traceback" not in done.stderr
