@@ -36,12 +36,14 @@ from elastictrain.core.membership import (
     differences,
     lost_members,
     next_plan,
+    parted_members,
     reference,
     regroup_reason,
 )
 from elastictrain.core.status import NodeView, RankView
 from elastictrain.errors import BusyError, ConfigError
 from elastictrain.kv.client import EtcdClient, EtcdError, EtcdLeaseGoneError, Stored
+from elastictrain.supervisor.links import Links
 from elastictrain.supervisor.store_process import StoreProcess
 from elastictrain.supervisor.team import Assignment, Orders
 
@@ -50,6 +52,8 @@ CALM_S = 0.5
 """Between two looks at the others while ranks run."""
 BUSY_S = 0.1
 """The same while a worker group is being put together."""
+WONDER_S = 1.0
+"""Ranks that have stood still for so long may wait for a node that is not reached."""
 MIN_LEASE_S = 30
 STOPPING_S = 30.0
 """A worker group that nobody hears of has stopped itself so long after its own limit, the store's answers included."""
@@ -134,6 +138,7 @@ class Muster:
         lineage: the run that this node goes on with.
         last_number: of the worker groups that this node took part in.
         store: the process that serves the store, where that is this node's to do.
+        has_links: whether to find out which other nodes this one reaches; they are taken to be reached otherwise.
         emit: takes events.
         remembered: the newest plan that an earlier life of this supervisor has seen.
         remember: keeps that plan; must not fail.
@@ -155,6 +160,7 @@ class Muster:
         emit: Callable[..., None],
         remembered: Plan | None,
         remember: Callable[[Plan], None],
+        has_links: bool = True,
         clock: Callable[[], float] = time.monotonic,
         executor: Executor | None = None,
     ) -> None:
@@ -200,6 +206,7 @@ class Muster:
         self._assembled: asyncio.Future[Assignment] | None = None
         self._orders: Orders | None = None
         self._task: asyncio.Task[None] | None = None
+        self._links = Links(me.address, self._poke.set) if has_links else None
 
     # ---- for the supervisor
 
@@ -245,6 +252,8 @@ class Muster:
         self._orders = orders
         if self._store is not None:
             await self._open_store(self._store)
+        if self._links is not None:
+            await self._links.open()
         self._task = asyncio.create_task(self._run())
 
     async def _open_store(self, store: StoreProcess) -> None:
@@ -339,6 +348,8 @@ class Muster:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+        if self._links is not None:
+            await self._links.close()
         if self._away_since_s is None and self._has_looked:
             with contextlib.suppress(EtcdError):
                 await self._say_it_is_over()
@@ -382,6 +393,8 @@ class Muster:
             must_agree=dict(self._me.must_agree),
             reason=self._reason,
             has_taken_part=self._has_taken_part,
+            links_port=self._links.port if self._links is not None else 0,
+            links=self._links.found if self._links is not None else {},
         )
 
     async def _run(self) -> None:
@@ -417,7 +430,19 @@ class Muster:
             self._away_since_s = None
         self._take_in(found, now_s)
         self._has_looked = True
+        self._look_after_links(orders)
         await self._act(orders, now_s)
+
+    def _look_after_links(self, orders: Orders) -> None:
+        """Finds out who is reached: before a worker group is put together, and while this node's ranks wait."""
+        if self._links is None:
+            return
+        others = [node for node in self._living if node.node != self._me.node and node.links_port]
+        waits = self._standing in _RUNS and orders.waits_since_s()[0] >= WONDER_S
+        self._links.look_after(
+            {node.node: (node.address, node.links_port) for node in others},
+            all_again=waits or self._standing is Standing.READY,
+        )
 
     def _exchange(self, value: bytes) -> dict[str, Stored]:
         key = self._key(self._me.node)
@@ -523,11 +548,13 @@ class Muster:
 
     def _look_after(self, mine: Plan, orders: Orders) -> None:
         lost = lost_members(mine, self._living, self._me.node)
-        if lost:
+        apart = parted_members(mine, self._living)
+        if lost or apart:
             waits_s, _ = orders.waits_since_s()
             if waits_s >= self._timeout_s:
-                hosts = ", ".join(member.host for member in lost)
-                self._order_to_abandon(f"{hosts} {'is' if len(lost) == 1 else 'are'} gone")
+                hosts = ", ".join(sorted(each.host for each in lost or apart))
+                is_or_are = "is" if len(lost) == 1 else "are"
+                self._order_to_abandon(f"{hosts} {is_or_are} gone" if lost else f"{hosts} do not all reach each other")
         elif self._standing is Standing.RUNNING and not self._is_ordered:
             reason = regroup_reason(mine, self._living, self._bounds)
             if reason:

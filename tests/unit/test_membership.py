@@ -25,6 +25,7 @@ from elastictrain.core.membership import (
     line_up,
     lost_members,
     next_plan,
+    parted_members,
     reference,
     regroup_reason,
 )
@@ -270,6 +271,44 @@ def test_a_run_has_begun_if_it_has_on_any_node() -> None:
 
 def running(*names: str, **fields: Any) -> list[Node]:
     return [make_node(name, Standing.RUNNING, number=5, has_taken_part=True, **fields) for name in names]
+
+
+def linked(name: str, **links: bool) -> Node:
+    return make_node(name, links_port=5000 + ord(name[0]), links=links)
+
+
+def test_a_worker_group_has_only_nodes_that_reach_each_other() -> None:
+    nodes = [linked("a", b=False, c=True), linked("b", a=False, c=True), linked("c", a=True, b=True)]
+    plan = planned(decide(None, nodes, "a", quiet_s=FOREVER))
+    assert [member.node for member in plan.members] == ["a", "c"]
+    assert "host-a" in line_up(None, nodes, BOUNDS).reserve["b"]
+
+
+def test_one_side_that_does_not_reach_the_other_is_enough() -> None:
+    nodes = [linked("a", b=True), linked("b", a=False)]
+    assert [node.node for node in line_up(None, nodes, BOUNDS).nodes] == ["a"]
+
+
+def test_who_is_reached_by_few_does_not_keep_the_many_from_going_on() -> None:
+    nodes = [linked("a", b=False, c=False), linked("b", a=False, c=True), linked("c", a=False, b=True)]
+    assert [node.node for node in line_up(plan_of(*nodes), nodes, BOUNDS).nodes] == ["b", "c"]
+
+
+def test_no_plan_before_somebody_has_tried_each_way() -> None:
+    assert "try to reach each other" in waits(decide(None, [linked("a"), linked("b")], "a", quiet_s=FOREVER))
+    assert planned(decide(None, [linked("a", b=True), linked("b")], "a", quiet_s=FOREVER)).world_size == 2
+
+
+def test_members_that_do_not_reach_each_other_are_parted_and_nobody_else() -> None:
+    nodes = [linked("a", b=False), linked("b"), linked("c"), linked("d", c=False)]
+    assert [node.node for node in parted_members(plan_of(*nodes[:3]), nodes)] == ["a", "b"]
+
+
+def test_a_node_that_members_do_not_reach_is_not_called_to_join() -> None:
+    plan = plan_of(make_node("a"))
+    member = make_node("a", Standing.RUNNING, links_port=1, links={"b": False})
+    assert regroup_reason(plan, [member, linked("b", a=False)], BOUNDS) == ""
+    assert "host-b" in regroup_reason(plan, [replace(member, links={"b": True}), linked("b", a=True)], BOUNDS)
 
 
 def test_a_node_that_is_ready_joins_and_one_that_is_not_does_not() -> None:
