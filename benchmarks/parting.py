@@ -34,7 +34,8 @@ from elastictrain.core.phases import Phase
 from elastictrain.logs import make_logger
 from elastictrain.training.parting import Parting
 from elastictrain.training.shadow import Shadow
-from elastictrain.training.snapshot import Origin, Snapshotter
+from elastictrain.training.snapshot import Snapshotter
+from elastictrain.training.snapshot_writer import Origin
 from elastictrain.training.task import BoundTask
 
 KEEPS_PER_ROUND = 200
@@ -53,7 +54,7 @@ def parting_s(run: Run, root: Path, snapshotter: Snapshotter | None) -> float:
         run.session,
         run.state,
         Shadow(run.trainee.replica.module, run.task, run.place.device),
-        snapshotter._tiers if snapshotter is not None else [tier],
+        snapshotter._writer._tiers if snapshotter is not None else [tier],
         snapshotter,
         first_step=-1,
         origin=Origin("bench", RUN_ID, {}),

@@ -6,6 +6,9 @@ environments are there (`make bench-peers`). One round is one job of each, one a
 comes several times. Leave the machine alone meanwhile.
 
     .venv/bin/python benchmarks/recovery.py [--faults kill stop agent] [--rounds 3] [--repeats 3] [--json FILE]
+
+Goals, for medians of ours: 0.5 s after a kill, and five times faster than torchrun; the limit and 0.5 s more after a
+stop; 1.5 s after the agent's death; and every time it recovers.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from pathlib import Path
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from goals import Goal, judge, not_judged
 from recovery_jobs import Job, OurJob, ScriptJob, Seen, end, launchers, wait_for
 
 LIMIT_S = 5.0
@@ -37,6 +41,10 @@ SETTLE_S = 4.0
 STEPS = 10**7
 EVERY = 200
 NAMES = ("elastictrain", "elastictrain, cold")
+OURS = NAMES[0]
+GOALS_S = {"kill": 0.5, "stop": LIMIT_S + 0.5, "agent": 1.5}
+TIMES_FASTER = 5.0
+"""Than torchrun, after a kill."""
 
 
 def start(name: str, folder: Path) -> Job:
@@ -58,7 +66,8 @@ def strike(fault: str, job: Job, pid: int) -> None:
 
 
 def measure(name: str, fault: str, repeats: int, folder: Path) -> tuple[list[float], list[int]]:
-    """Seconds of standing still, and steps done again, for each time."""
+    """Seconds of standing still, and steps done again, for each time that the job recovered: where these are fewer than
+    `repeats`, it did not, and was not asked again."""
     job = start(name, folder)
     seconds, again = [], []
     try:
@@ -92,7 +101,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
-    figures: dict[str, dict[str, list[float]]] = {}
+    figures: dict[str, dict[str, dict[str, object]]] = {}
+    goals: list[Goal] = []
     for fault in chosen.faults:
         seconds: dict[str, list[float]] = defaultdict(list)
         again: dict[str, list[int]] = defaultdict(list)
@@ -105,21 +115,49 @@ def main() -> int:
                     seconds[name] += found
                     again[name] += redone
         reference = statistics.median(seconds["torchrun"]) if seconds.get("torchrun") else None
-        print(f"\n{fault:<20} {'median s':>9} {'best':>7} {'worst':>7} {'torchrun / it':>14} {'steps again':>12}")
+        heads = f"{'median s':>9} {'best':>7} {'worst':>7} {'torchrun / it':>14} {'steps again':>12} {'recovered':>10}"
+        print(f"\n{fault:<20} {heads}")
+        planned = chosen.rounds * chosen.repeats
         for name in names:
+            recovered = f"{f'{len(seconds[name])} of {planned}':>10}"
             if not seconds[name]:
-                print(f"  {name:<18} {'-':>9}")
+                print(f"  {name:<18} {'-':>9} {'-':>7} {'-':>7} {'-':>14} {'-':>12} {recovered}")
                 continue
             middle = statistics.median(seconds[name])
             ratio = f"{reference / middle:>14.1f}" if reference is not None else f"{'-':>14}"
             print(
                 f"  {name:<18} {middle:>9.3f} {min(seconds[name]):>7.3f} {max(seconds[name]):>7.3f} {ratio}"
-                f" {statistics.median(again[name]):>12g}"
+                f" {statistics.median(again[name]):>12g} {recovered}"
             )
-        figures[fault] = dict(seconds)
+        figures[fault] = {
+            name: {"seconds": seconds[name], "not_recovered": planned - len(seconds[name])} for name in names
+        }
+        if OURS in names:
+            goals += goals_of(fault, seconds[OURS], reference, planned)
     if chosen.json:
         chosen.json.write_text(json.dumps(figures, indent=2) + "\n")
-    return 0
+    print()
+    return judge(goals) if goals else not_judged(f"{OURS} was not measured")
+
+
+def goals_of(fault: str, seconds: list[float], reference_s: float | None, planned: int) -> list[Goal]:
+    """What we are held to after one fault.
+
+    Args:
+        fault: which.
+        seconds: of standing still, each time that we recovered.
+        reference_s: torchrun's median; None if it was not measured.
+        planned: how many times we should have.
+    """
+    middle_s = statistics.median(seconds) if seconds else None
+    goals = [
+        Goal(f"{fault}: times not recovered", planned - len(seconds), 0),
+        Goal(f"{fault}: median", middle_s, GOALS_S[fault], "s"),
+    ]
+    if fault == "kill" and reference_s is not None:
+        faster = reference_s / middle_s if middle_s else None
+        goals.append(Goal("kill: times faster than torchrun", faster, TIMES_FASTER, at_least=True))
+    return goals
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from elastictrain.training.device import Place
 from elastictrain.training.precision import Precision
 from elastictrain.training.replica import Replica
 from elastictrain.training.session import Session
-from elastictrain.training.snapshot import Origin, Snapshotter
+from elastictrain.training.snapshot import Snapshotter
+from elastictrain.training.snapshot_writer import Origin
 from elastictrain.training.state import TrainingState
 from elastictrain.training.task import BoundTask
 from elastictrain.training.trainee import Trainee

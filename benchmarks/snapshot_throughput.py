@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -26,11 +27,14 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import torch
+from goals import Goal, judge, not_judged
 from snapshot_run import WIDTH, Run, snapshotter_for
 
 from elastictrain.checkpoint.persist_loop import PersisterSettings
 from elastictrain.checkpoint.persister_client import Persister
 from elastictrain.training.snapshot import Snapshotter
+
+GOAL = 0.99
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +135,16 @@ def throughput(segments: list[Segment]) -> float:
     return statistics.median(ratios(segments, "with"))
 
 
+def keeps_up(segments: list[Segment]) -> bool:
+    """Whether every snapshot was durable when its segment ended: the goal is for storage that keeps up."""
+    return not any(segment.late_s for segment in segments)
+
+
+def goal(segments: list[Segment]) -> Goal:
+    """What throughput with snapshots is held to."""
+    return Goal("throughput with a snapshot / without", throughput(segments), GOAL, at_least=True)
+
+
 def describe(segments: list[Segment]) -> str:
     """The figures in words."""
     taken = [s for s in segments if s.kind == "with"]
@@ -166,7 +180,7 @@ def _process_cpu_s(pid: int | None) -> float:
     return time.clock_gettime((~pid << 3) | 2) if pid is not None else 0.0
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--values", type=float, default=100, help="millions of fp32 values in the state")
     parser.add_argument("--segments", type=int, default=12, help="rounds of four segments")
@@ -191,7 +205,8 @@ def main() -> None:
     print(describe(segments))
     if args.json:
         args.json.write_text(json.dumps([asdict(s) for s in segments], indent=2) + "\n")
+    return judge([goal(segments)]) if keeps_up(segments) else not_judged("storage did not keep up")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -22,12 +22,15 @@ import os
 import random
 import resource
 import statistics
+import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
+
+from goals import Goal, judge
 
 from elastictrain.config.schema import JobConfig
 from elastictrain.core.liveness import StepTimes
@@ -39,6 +42,11 @@ from elastictrain.supervisor.launcher import Launcher
 from elastictrain.supervisor.life import Life
 
 LIMIT_S = 2.0
+WRITE_GOAL_NS = 1500
+"""About a microsecond."""
+WATCH_GOAL_PERCENT = 1.0
+GOAL_RANKS = 512
+FOUND_GOAL_S = 0.5
 STEP_PHASES = (Phase.READY, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.OPTIMIZER, Phase.COMMIT)
 
 
@@ -161,7 +169,7 @@ def supervise(num_ranks: int, seconds: float, num_hangs: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--seconds", type=float, default=10.0)
@@ -183,7 +191,18 @@ def main() -> None:
         )
     if args.json is not None:
         args.json.write_text(json.dumps({"write": write, "watch": rows}, indent=2) + "\n")
+    goals = [Goal("a heartbeat write", write["enter_ns"], WRITE_GOAL_NS, "ns")]
+    for row in rows:
+        if row["ranks"] <= GOAL_RANKS:
+            goals.append(
+                Goal(f"{row['ranks']} ranks: the watch", row["core_percent"], WATCH_GOAL_PERCENT, "% of a core")
+            )
+        if row["detection_s_worst"] is not None:
+            goals.append(
+                Goal(f"{row['ranks']} ranks: found after the limit", row["detection_s_worst"], FOUND_GOAL_S, "s")
+            )
+    return judge(goals)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

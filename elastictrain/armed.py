@@ -3,6 +3,7 @@
     drill/armed.json            faults that are to happen                       the drill, before the start
     drill/fired-<id>            one has happened: when (JSON)                   whoever it happens to, before it does
     drill/released-<id>         a rank that holds may go on                     the drill
+    drill/supervisor            pid of the supervisor (text)                   the supervisor, as it starts
     drill/trace-<n>-<rank>      what the rank of incarnation n did (JSON lines) that rank
 
 A state directory without the folder is that of a run that nobody drills. `fired-<id>` is created exclusively: of all
@@ -24,9 +25,10 @@ from elastictrain.core.faults import REPEATING, Action, Point
 from elastictrain.core.phases import Phase
 
 DRILL_DIR = "drill"
-CLOCK_JUMP_S = -3600.0
-"""How far the wall clock jumps in the drill of that name."""
+CLOCK_JUMPS_S = {Action.CLOCK_BACK: -3600.0, Action.CLOCK_FORWARD: 3600.0}
+"""How far the wall clock jumps in these drills."""
 _ARMED_FILE = "armed.json"
+_SUPERVISOR_FILE = "supervisor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,15 @@ class DrillDir:
         except FileNotFoundError:
             return None
         return [ArmedFault.from_plain(fields) for fields in json.loads(text)]
+
+    def name_supervisor(self, pid: int) -> None:
+        replacement = self.path / f"{_SUPERVISOR_FILE}.new"
+        replacement.write_text(str(pid))
+        replacement.replace(self.path / _SUPERVISOR_FILE)  # a rank may read it at any time
+
+    def supervisor_pid(self) -> int:
+        """Of the supervisor that was started last."""
+        return int((self.path / _SUPERVISOR_FILE).read_text())
 
     # ---- a fault
 

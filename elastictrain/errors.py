@@ -169,6 +169,17 @@ class IllegalTransitionError(ElasticTrainError):
     exit_code = 70  # EX_SOFTWARE
 
 
+FINAL_CODES: dict[int, str] = {
+    UsageError.exit_code: "wrong use",
+    DataError.exit_code: "bad data",
+    MissingInputError.exit_code: "no such job",
+    StateDirError.exit_code: "no state directory",
+    UnsafePathError.exit_code: "no permission",
+    ConfigError.exit_code: "wrong configuration",
+    HaltError.exit_code: "halted",
+}
+"""Exit codes after which starting again does not help, and why: neither the supervisor does, nor systemd."""
+
 BY_NAME: dict[str, type[ElasticTrainError]] = {
     cls.__name__: cls
     for cls in (

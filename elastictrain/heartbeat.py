@@ -30,8 +30,8 @@ import os
 import struct
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from elastictrain.core.phases import Phase
 from elastictrain.protocol import ENV_RUN_DIR
@@ -49,7 +49,6 @@ _FIXED = struct.Struct("=4sIiiqqQq")
 _MOVING = struct.Struct("@QqqqqqQ")
 _MOVING_AT = 64
 _END_AT = _MOVING_AT + _MOVING.size - 8
-_MOVED_AT = _END_AT - 8
 _COUNTS = struct.Struct("@qqqq")
 _COUNTS_AT = 120
 _TICK = struct.Struct("@qqqq")
@@ -57,6 +56,10 @@ _TICK_AT = 160
 _LOSS = struct.Struct("@d")
 _LOSS_AT = 208
 _WORD = struct.Struct("@Q")
+_WHOLE = struct.Struct("@QqqqqqQ qqqq 8x qqqq 16x d")
+"""All of the record that changes, from `_MOVING_AT` on: one call where many ranks are read."""
+_TICK_NS = 5
+"""Place of the tick's time in what follows the moving part."""
 
 _FIRST_WORD, _APPLIED_WORD, _SKIPPED_WORD, _LONGEST_WORD = range(_COUNTS_AT // 8, _COUNTS_AT // 8 + 4)
 _write_move = _MOVING.pack_into
@@ -65,8 +68,7 @@ _READY = Phase.READY
 _PREFIX = "heartbeat-"
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(NamedTuple):
     """What a rank's record says.
 
     Args:
@@ -261,6 +263,7 @@ class HeartbeatReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._map: mmap.mmap | None = None
+        self._fixed: tuple[int, ...] = ()
         self.last: Heartbeat | None = None
         """What was read last."""
 
@@ -270,34 +273,20 @@ class HeartbeatReader:
             return None
         record = self._map
         assert record is not None
+        read_whole, read_word = _WHOLE.unpack_from, _WORD.unpack_from
         for _ in range(READ_TRIES):
-            (end,) = _WORD.unpack_from(record, _END_AT)
-            moving = _MOVING.unpack_from(record, _MOVING_AT)
-            (begin,) = _WORD.unpack_from(record, _MOVING_AT)
-            tick, tick_ns, memory_bytes, device_bytes = _TICK.unpack_from(record, _TICK_AT)
+            (end,) = read_word(record, _END_AT)
+            whole = read_whole(record, _MOVING_AT)
+            (begin,) = read_word(record, _MOVING_AT)
+            serial, phase, step, microbatch, since_ns, moved_ns, serial_again, *counts = whole
             # pack_into clears what it is about to write: zeros are a write in progress.
-            if begin == end == moving[0] == moving[-1] and begin and tick_ns:
+            if begin == end == serial == serial_again and begin and counts[_TICK_NS]:
                 break
         else:
             return self.last
-        if self.last is None:
-            self._fixed = _FIXED.unpack_from(record, 0)
-        _, _, rank, local_rank, incarnation, pid, main_thread, started_ns = self._fixed
-        _, phase, step, microbatch, since_ns, moved_ns, _ = moving
-        first_step, applied, skipped, longest_ns = _COUNTS.unpack_from(record, _COUNTS_AT)
-        (loss,) = _LOSS.unpack_from(record, _LOSS_AT)
-        self.last = Heartbeat(
-            rank, local_rank, incarnation, pid, main_thread, started_ns, step, microbatch, _PHASES[phase], since_ns,
-            moved_ns, first_step, applied, skipped, longest_ns, tick, tick_ns, memory_bytes, device_bytes, loss,
-        )  # fmt: skip
+        fields = (*self._fixed, step, microbatch, _PHASES[phase], since_ns, moved_ns, *counts)
+        self.last = Heartbeat._make(fields)
         return self.last
-
-    def moved_ns(self) -> int:
-        """When the rank moved last: one word, read in a fraction of the time. 0 while there is no record."""
-        if self._map is None:
-            return 0
-        moved_ns: int = _WORD.unpack_from(self._map, _MOVED_AT)[0]
-        return moved_ns
 
     def _open(self) -> bool:
         try:
@@ -305,11 +294,12 @@ class HeartbeatReader:
                 record = mmap.mmap(file.fileno(), SIZE_BYTES, prot=mmap.PROT_READ)
         except (OSError, ValueError):
             return False
-        magic, version, *_ = _FIXED.unpack_from(record, 0)
+        magic, version, *fixed = _FIXED.unpack_from(record, 0)
         if magic != _MAGIC or version != VERSION:
             record.close()
             return False
         self._map = record
+        self._fixed = tuple(fixed)
         return True
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """Processes of an incarnation that its agent has left behind: found, given the time to keep their state, and ended.
 
-A process is ours if the incarnation's folder stands in its environment (proc(5)): pids and names are anybody's. The
-persister is spared: it finishes the snapshot it was asked for, within a time of its own.
+A process is ours if it is in the incarnation's control group (`cgroups`), where there is one, or if the incarnation's
+folder stands in its environment (proc(5)): pids and names are anybody's. The persister is spared: it finishes the
+snapshot it was asked for, within a time of its own.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastictrain.cgroups import CGROUP_FILE
+from elastictrain.cgroups import end as end_group
 from elastictrain.heartbeat import Heartbeat, heartbeat_paths, read_heartbeat
 from elastictrain.procs import all_pids, command_of, environment_of, read_stat, send_signal
-from elastictrain.protocol import ENV_RUN_DIR
+from elastictrain.protocol import ENV_RUN_DIR, RUNS_DIR
 
 LEAVE_S = 1.5
 """How long a rank that is stopped, or runs no Python code, may stay once its agent is gone."""
@@ -50,11 +53,13 @@ def leftovers(folder: Path) -> Iterator[Leftover]:
 
 
 def sweep(folder: Path) -> int:
-    """Kills what is left of the incarnations under a folder.
+    """Kills what is left of the incarnations under a folder, or of the one that it is.
 
     Returns:
-        how many there were.
+        how many there were that could be found by their environment.
     """
+    for name in [folder / CGROUP_FILE, *folder.glob(f"{RUNS_DIR}/*/{CGROUP_FILE}")]:
+        end_group(name.parent)
     return sum(send_signal(found.pid, signal.SIGKILL, started_ticks=found.started_ticks) for found in leftovers(folder))
 
 

@@ -188,6 +188,45 @@ def read_stat(pid: int) -> ProcessStat | None:
     return ProcessStat(fields[0].decode(), int(fields[1]), cpu_s, int(fields[19]))
 
 
+def boot_id() -> str:
+    """Which boot of the machine this is; "" where the kernel does not say."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A process as no other ever was on its machine, whatever any clock says.
+
+    Args:
+        pid: of the process.
+        started_ticks: when it was started, in clock ticks since boot.
+        boot: the first digits of the id of that boot.
+    """
+
+    pid: int
+    started_ticks: int
+    boot: str
+
+    @classmethod
+    def mine(cls) -> Identity:
+        """Of this process."""
+        stat = read_stat(os.getpid())
+        return cls(os.getpid(), stat.started_ticks if stat is not None else 0, boot_id()[:8])
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the process still runs."""
+        stat = read_stat(self.pid)
+        return (
+            self.boot == boot_id()[:8]
+            and stat is not None
+            and stat.started_ticks == self.started_ticks
+            and stat.state not in ("Z", "X")
+        )
+
+
 def catches(pid: int, signum: int) -> bool:
     """Whether a process has a handler for a signal: the others would be ended by it."""
     try:

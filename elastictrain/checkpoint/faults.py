@@ -31,6 +31,7 @@ POINTS = (
     "store.rename",
     "store.renamed",
     "store.committed",
+    "store.marked",
     "store.delete",
     "store.unpublished",
     "store.deleted",

@@ -16,12 +16,11 @@ import socket
 from pathlib import Path
 from typing import BinaryIO
 
-import psutil
-
 from elastictrain.checkpoint import faults
 from elastictrain.checkpoint.file_copy import copy_durably
 from elastictrain.checkpoint.format import MANIFEST_FILE, FileEntry, check_content, parse_name
 from elastictrain.checkpoint.store import (
+    MARK,
     PINS_DIR,
     Progress,
     Source,
@@ -31,9 +30,12 @@ from elastictrain.checkpoint.store import (
     no_progress,
 )
 from elastictrain.errors import SnapshotDamagedError, StorageError
+from elastictrain.procs import Identity
 from elastictrain.protocol import write_atomically
 
-_TEMPORARY = re.compile(r"\.tmp-(?P<name>step-.*)-(?P<host>[A-Za-z0-9_.]+)-(?P<pid>\d+)-[0-9a-f]{8}")
+_TEMPORARY = re.compile(
+    r"\.tmp-(?P<name>step-.*)-(?P<host>[A-Za-z0-9_.]+)-(?P<pid>\d+)\.(?P<ticks>\d+)\.(?P<boot>[0-9a-f]*)-[0-9a-f]{8}"
+)
 _SET_ASIDE = ".damaged-"
 
 
@@ -134,19 +136,37 @@ class LocalStore(Store):
         except OSError as error:
             raise _failed(folder, error) from error
 
-    def clean_leftovers(self) -> list[str]:
-        removed: list[str] = []
+    def leftovers(self) -> list[str]:
         if not self.path.is_dir():
-            return removed
+            return []
         try:
-            for path in self.path.iterdir():
-                half_deleted = parse_name(path.name) is not None and not (path / MANIFEST_FILE).exists()
-                if path.is_dir() and (half_deleted or path.name.startswith(_SET_ASIDE) or _is_abandoned(path)):
-                    shutil.rmtree(path, ignore_errors=True)
-                    removed.append(path.name)
+            return sorted(path.name for path in self.path.iterdir() if path.is_dir() and _is_leftover(path))
         except OSError as error:
             raise _failed(self.path, error) from error
-        return sorted(removed)
+
+    def _remove_leftover(self, name: str) -> None:
+        shutil.rmtree(self.path / name, ignore_errors=True)
+
+    def _mark(self, name: str, mark: str) -> None:
+        try:
+            with contextlib.suppress(FileNotFoundError):  # somebody has deleted it
+                (self.path / name / mark).touch()
+        except OSError as error:
+            raise _failed(self.path / name, error) from error
+
+    def _unmark(self, name: str, mark: str) -> None:
+        try:
+            (self.path / name / mark).unlink(missing_ok=True)
+        except OSError as error:
+            raise _failed(self.path / name, error) from error
+
+    def _marks(self, name: str) -> list[str]:
+        try:
+            return [path.name for path in (self.path / name).iterdir() if path.name.startswith(MARK)]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise _failed(self.path / name, error) from error
 
     def _read_pins(self) -> dict[str, bytes]:
         folder = self.path / PINS_DIR
@@ -174,27 +194,26 @@ class LocalStore(Store):
 
 
 def _temporary_name(name: str) -> str:
-    return f".tmp-{name}-{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+    me = Identity.mine()
+    return f".tmp-{name}-{_host()}-{me.pid}.{me.started_ticks}.{me.boot}-{secrets.token_hex(4)}"
 
 
 def _host() -> str:
     return re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname()) or "host"
 
 
-def _is_abandoned(path: Path) -> bool:
-    """Whether a temporary folder's writer is dead. On another host nobody can tell: its folders stay, for it to clean.
+def _is_leftover(path: Path) -> bool:
+    """Whether a folder is none that anybody needs: half deleted, set aside, or of a writer that is dead."""
+    half_deleted = parse_name(path.name) is not None and not (path / MANIFEST_FILE).exists()
+    return half_deleted or path.name.startswith(_SET_ASIDE) or _is_abandoned(path)
 
-    A process that began after the folder was made has its writer's number by chance.
-    """
+
+def _is_abandoned(path: Path) -> bool:
+    """Whether a temporary folder's writer is dead. On another host nobody can tell: it cleans its folders itself."""
     match = _TEMPORARY.fullmatch(path.name)
-    if match is None or match["host"] != _host() or int(match["pid"]) == os.getpid():
+    if match is None or match["host"] != _host():
         return False
-    try:
-        return float(psutil.Process(int(match["pid"])).create_time()) > path.stat().st_mtime + 1.0
-    except psutil.NoSuchProcess:
-        return True
-    except (psutil.Error, OSError):
-        return False
+    return not Identity(int(match["pid"]), int(match["ticks"]), match["boot"]).is_there
 
 
 def _copy(source: memoryview, target: Path, name: str, entry: FileEntry, progress: Progress) -> None:

@@ -20,6 +20,7 @@ from elastictrain.checkpoint.format import MANIFEST_FILE, FileEntry, check_conte
 from elastictrain.checkpoint.secrets import Redactor, redact_url
 from elastictrain.checkpoint.store import (
     CHUNK_BYTES,
+    MARK,
     PINS_DIR,
     Progress,
     Source,
@@ -153,19 +154,33 @@ class ObjectStore(Store):
                 self._fs.rm(f"{self._root}/{name}", recursive=True)
             faults.point("store.deleted")
 
-    def clean_leftovers(self) -> list[str]:
+    def leftovers(self) -> list[str]:
         """Only what is older than the newest complete snapshot of the same run: whoever began it has gone on since."""
         with self._explained("listing"):
             complete = {s.name: s for s in self.snapshots()}
             newest: dict[str, int] = {}
             for snapshot in complete.values():
                 newest[snapshot.run_id] = max(newest.get(snapshot.run_id, 0), snapshot.global_step)
-            removed = []
-            for snapshot in newest_first(self._names(self._root)):
-                if snapshot.name not in complete and snapshot.global_step < newest.get(snapshot.run_id, 0):
-                    self.delete(snapshot.name)
-                    removed.append(snapshot.name)
-            return sorted(removed)
+            return sorted(
+                snapshot.name
+                for snapshot in newest_first(self._names(self._root))
+                if snapshot.name not in complete and snapshot.global_step < newest.get(snapshot.run_id, 0)
+            )
+
+    def _remove_leftover(self, name: str) -> None:
+        self.delete(name)
+
+    def _mark(self, name: str, mark: str) -> None:
+        with self._explained("marking what is to be deleted"):
+            self._fs.pipe_file(self._path(name, mark), b"deleting\n")  # some clients do not put empty files
+
+    def _unmark(self, name: str, mark: str) -> None:
+        with self._explained("unmarking"), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(name, mark))
+
+    def _marks(self, name: str) -> list[str]:
+        with self._explained("looking for marks"):
+            return [file for file in self._names(f"{self._root}/{name}") if file.startswith(MARK)]
 
     def _read_pins(self) -> dict[str, bytes]:
         with self._explained("reading pins"):

@@ -28,6 +28,7 @@ from tenacity import (
 )
 from tenacity.nap import sleep_using_event
 
+from elastictrain.checkpoint.durable_note import DurableNote
 from elastictrain.checkpoint.format import parse_name
 from elastictrain.checkpoint.memory_snapshot import Mappings, OpenSnapshot
 from elastictrain.checkpoint.store import Store, open_store
@@ -51,6 +52,7 @@ class PersisterSettings:
         storage_timeout_s: a store that moves nothing for so long is given up, and tried afresh.
         grace_s: how long to go on after the training process is gone.
         lock_path: file that one persister of a job and node holds; "" for none.
+        state_dir: of the job: there it notes what is durable; "" for none.
         first_pause_s: pause after the first failure; it doubles with each.
         longest_pause_s: limit of that.
     """
@@ -63,6 +65,7 @@ class PersisterSettings:
     storage_timeout_s: float = 60.0
     grace_s: float = 300.0
     lock_path: str = ""
+    state_dir: str = ""
     first_pause_s: float = 0.5
     longest_pause_s: float = 30.0
 
@@ -85,8 +88,8 @@ class Report:
     """What the persister says.
 
     Args:
-        kind: started, progress, retrying, persisted, superseded, failed, tidied, tidying_failed, waiting_for_other,
-            stalled, abandoned; from the client also: restarting.
+        kind: started, progress, retrying, persisted, not_noted, superseded, failed, tidied, tidying_failed,
+            waiting_for_other, stalled, abandoned; from the client also: restarting.
         name: the snapshot's name; "" where it is about none.
         fields: numbers and texts, without secrets.
     """
@@ -199,9 +202,20 @@ class PersistLoop:
             self._report(Report("failed", request.name, {"error": str(error)}))
             return
         self._verified.add(request.name)
+        self._note(request.name)
         seconds = time.monotonic() - begun_s
         self._report(Report("persisted", request.name, {"seconds": round(seconds, 3), "size_bytes": size_bytes}))
         self._tidy(request.name)
+
+    def _note(self, name: str) -> None:
+        """Before anybody is told: from then on a start must not do with less."""
+        parsed = parse_name(name)
+        if not self._settings.state_dir or parsed is None:
+            return
+        try:
+            DurableNote(Path(self._settings.state_dir)).learn(parsed[1], parsed[0])
+        except OSError as error:
+            self._report(Report("not_noted", name, {"error": str(error)}))
 
     def _put(self, source: OpenSnapshot) -> None:
         total_bytes = source.manifest.size_bytes
@@ -243,13 +257,10 @@ class PersistLoop:
                     for step, name in found.items()
                 ]
                 doomed = superfluous(kept, keep_last=self._settings.keep_last, keep_every=self._settings.keep_every)
-                # Pins are read last, and only if there is something to lose.
-                pins = store.pins() if doomed else {}
-                for snapshot in doomed:
-                    if (snapshot.run_id, snapshot.global_step) not in pins:
-                        self._moved_at_s = time.monotonic()
-                        store.delete(found[snapshot.global_step])
-                        deleted.append(found[snapshot.global_step])
+                for name in (found[snapshot.global_step] for snapshot in doomed):
+                    self._moved_at_s = time.monotonic()
+                    if store.delete_unless_pinned(name):
+                        deleted.append(name)
         except StorageError as error:
             self._report(Report("tidying_failed", newest, {"error": error.what}))
         if deleted:
@@ -267,7 +278,7 @@ class PersistLoop:
         error = state.outcome.exception() if state.outcome is not None else None
         pause_s = round(state.next_action.sleep, 3) if state.next_action is not None else 0.0
         what = error.what if isinstance(error, ElasticTrainError) else str(error)
-        fields = {"error": what, "attempt": state.attempt_number, "pause_s": pause_s}
+        fields = {"error": what, "num_failures": state.attempt_number, "pause_s": pause_s}
         self._report(Report("retrying", request.name, fields))
 
     def _take_turn(self) -> None:

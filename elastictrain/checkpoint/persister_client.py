@@ -73,7 +73,8 @@ class Persister:
         *,
         in_process: bool | None = None,
     ) -> None:
-        self._settings = settings
+        # What vanishes with this process is nothing that a later start could rely on.
+        self._settings = replace(settings, state_dir="") if _is_own_memory(settings) else settings
         self._on_report = on_report
         self._in_process = _is_own_memory(settings) if in_process is None else in_process
         self._changed = threading.Condition()

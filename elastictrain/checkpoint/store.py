@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from typing import Any, BinaryIO, Final, Protocol
 
 import xxhash
 
+from elastictrain.checkpoint import faults
 from elastictrain.checkpoint.format import (
     MANIFEST_FILE,
     Damage,
@@ -24,12 +27,18 @@ from elastictrain.checkpoint.format import (
     check_content,
     digest,
     parse_name,
+    snapshot_name,
 )
-from elastictrain.errors import ConfigError, SnapshotDamagedError, SnapshotError
+from elastictrain.errors import ConfigError, MissingInputError, SnapshotDamagedError, SnapshotError
 
 CHUNK_BYTES: Final = 8 << 20
 """Files are moved in pieces of this size: what a transfer takes of memory."""
 PINS_DIR: Final = "pins"
+MARK: Final = "deleting-"
+"""A file of this prefix in a snapshot's folder: somebody is about to delete it, and looks for pins first."""
+PIN_POLL_S: Final = 0.05
+PIN_PATIENCE_S: Final = 10.0
+"""How long a pin waits for somebody who is about to delete: for so long as it takes to read the pins."""
 
 Progress = Callable[[int], None]
 """Called with the number of bytes just moved or checked."""
@@ -109,8 +118,22 @@ class Store(ABC):
         """Deletes a snapshot, its manifest first. None of that name is fine."""
 
     @abstractmethod
-    def clean_leftovers(self) -> list[str]:
-        """Removes what killed writers left; never what a living one may still be writing. Returns the names."""
+    def leftovers(self) -> list[str]:
+        """Names of what killed writers left; never of what a living one may still be writing."""
+
+    @abstractmethod
+    def _remove_leftover(self, name: str) -> None: ...
+
+    @abstractmethod
+    def _mark(self, name: str, mark: str) -> None:
+        """Puts an empty file into a snapshot's folder. Visible to everybody when this returns."""
+
+    @abstractmethod
+    def _unmark(self, name: str, mark: str) -> None: ...
+
+    @abstractmethod
+    def _marks(self, name: str) -> list[str]:
+        """The marks in a snapshot's folder."""
 
     @abstractmethod
     def _read_pins(self) -> dict[str, bytes]:
@@ -165,14 +188,59 @@ class Store(ABC):
         except SnapshotDamagedError:
             return False
 
-    def pin(self, run_id: str, global_step: int, owner: str) -> None:
+    def clean_leftovers(self) -> list[str]:
+        """Removes what killed writers left. Returns the names."""
+        names = self.leftovers()
+        for name in names:
+            self._remove_leftover(name)
+        return names
+
+    def delete_unless_pinned(self, name: str) -> bool:
+        """Deletes a snapshot that is superfluous, unless somebody needs it; returns whether it did.
+
+        Who deletes marks first and then looks for pins; who pins does so first and then looks for marks. So, however
+        close together the two happen, one sees the other: the pin holds, or whoever pins is told that it came too late
+        (Dekker's way of mutual exclusion, with files). A mark bears its owner's name: nobody takes away another's.
+        """
+        parsed = parse_name(name)
+        key = (parsed[1], parsed[0]) if parsed is not None else None
+        if key in self.pins():
+            return False
+        mark = f"{MARK}{secrets.token_hex(8)}"
+        self._mark(name, mark)
+        faults.point("store.marked")
+        if key in self.pins():
+            self._unmark(name, mark)
+            return False
+        self.delete(name)
+        return True
+
+    def pin(self, run_id: str, global_step: int, owner: str, patience_s: float = PIN_PATIENCE_S) -> None:
         """Keeps a snapshot from being deleted by anybody's retention, for `owner` (any text that names it).
 
+        Args:
+            run_id: of the snapshot.
+            global_step: likewise.
+            owner: any text.
+            patience_s: how long to wait for somebody who is about to delete it.
+
         Raises:
-            StorageError: the store cannot be written.
+            MissingInputError: it is deleted, or somebody is at it. There is no pin then.
+            StorageError: the store cannot be read and written.
         """
+        file = _pin_file(run_id, global_step, owner)
         content = json.dumps({"run_id": run_id, "global_step": global_step, "owner": owner}).encode()
-        self._write_pin(_pin_file(run_id, global_step, owner), content)
+        name = snapshot_name(global_step, run_id)
+        self._write_pin(file, content)
+        deadline_s = time.monotonic() + patience_s
+        while self._marks(name) and time.monotonic() < deadline_s:
+            time.sleep(PIN_POLL_S)
+        if self._marks(name) or all(snapshot.name != name for snapshot in self.snapshots()):
+            self._delete_pin(file)
+            raise MissingInputError(
+                f"the snapshot of step {global_step} in {self.where} is deleted, or just being deleted, as superfluous",
+                "Name another step; `elastictrain checkpoints list --url` shows which there are.",
+            )
 
     def unpin(self, run_id: str, global_step: int, owner: str) -> None:
         """Takes the owner's pin back; none is fine."""

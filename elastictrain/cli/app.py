@@ -14,6 +14,7 @@ COMMANDS: dict[str, str] = {
     "run": "run_command:run",
     "init": "init_command:init",
     "status": "status_command:status",
+    "probe": "probe_command:probe",
     "events": "events_commands:events",
     "logs": "events_commands:logs",
     "incidents": "incidents_commands:app",

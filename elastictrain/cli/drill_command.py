@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from elastictrain.core.faults import Fault
-    from elastictrain.drill.exercise import Row
+    from elastictrain.drill.judge import Row
     from elastictrain.drill.settings import DrillJob
 
 
@@ -102,7 +102,7 @@ def drill(
     if is_soak:
         _soak(job, faults, places, for_=for_, mtbf=mtbf, seed=seed, as_json=as_json)
     else:
-        _drill(job, faults, places, skips_refused="all" in words, as_json=as_json)
+        _drill(job, faults, places, asked=set(words[:-1]), as_json=as_json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,18 +120,18 @@ class Places:
     keep: bool
 
 
-def _drill(job: DrillJob, faults: list[Fault], places: Places, *, skips_refused: bool, as_json: bool) -> None:
+def _drill(job: DrillJob, faults: list[Fault], places: Places, *, asked: set[str], as_json: bool) -> None:
     from elastictrain.drill.exercise import Exercise
     from elastictrain.drill.settings import refusal
 
     for fault in faults:
-        if not skips_refused and (why := refusal(fault, job)):
+        if fault.name in asked and (why := refusal(fault, job)):
             raise UsageError(f"{fault.name}: {why}")
     with writing(places) as folder, ending_all():
         exercise = Exercise(job, folder, tell=_tell, keep=places.keep)
         rows = [exercise.run(fault) for fault in faults]
-        saved = _save(rows, about(job), places, folder)
-    _conclude(rows, about(job), saved, skips_refused=skips_refused, as_json=as_json)
+        saved = _save(rows, about(job), asked, places, folder)
+    _conclude(rows, about(job), saved, asked=asked, as_json=as_json)
 
 
 def _soak(
@@ -161,8 +161,8 @@ def _soak(
             keep=places.keep,
         ).run()
         facts = {**about(job), "seed": seed, "for_s": for_s, "mtbf_s": mtbf_s, **soaked.about}
-        saved = _save([soaked.row], facts, places, folder)
-    _conclude([soaked.row], facts, saved, skips_refused=False, as_json=as_json)
+        saved = _save([soaked.row], facts, set(), places, folder)
+    _conclude([soaked.row], facts, saved, asked=set(), as_json=as_json)
 
 
 def _live(fault: Fault, where: JobDir, *, yes: bool, timeout_s: float, as_json: bool) -> None:
@@ -180,7 +180,7 @@ def _live(fault: Fault, where: JobDir, *, yes: bool, timeout_s: float, as_json: 
         status = require_daemon(where).get("/status")
         target = find_target(fault, status)
     row = strike(fault, target, status, timeout_s=timeout_s, tell=_tell)
-    _conclude([row], {"job": where.name, "live": True}, None, skips_refused=False, as_json=as_json)
+    _conclude([row], {"job": where.name, "live": True}, None, asked={fault.name}, as_json=as_json)
 
 
 def about(job: DrillJob) -> dict[str, Any]:
@@ -197,26 +197,25 @@ def _tell(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def _save(rows: list[Row], facts: dict[str, Any], places: Places, folder: Path) -> tuple[Path, Path]:
+def _save(rows: list[Row], facts: dict[str, Any], asked: set[str], places: Places, folder: Path) -> tuple[Path, Path]:
     from elastictrain.drill.report import save
 
-    return save(rows, facts, places.report if places.report is not None else folder)
+    return save(rows, facts, asked, places.report if places.report is not None else folder)
 
 
 def _conclude(
-    rows: list[Row], facts: dict[str, Any], saved: tuple[Path, Path] | None, *, skips_refused: bool, as_json: bool
+    rows: list[Row], facts: dict[str, Any], saved: tuple[Path, Path] | None, *, asked: set[str], as_json: bool
 ) -> None:
-    """Prints the report; fails unless all hold."""
-    from elastictrain.drill.report import as_document, print_table
+    """Prints the report; fails unless all hold, and none that was asked for was refused."""
+    from elastictrain.drill.report import as_document, not_held, print_table
 
     if as_json:
-        typer.echo(json.dumps(as_document(rows, facts), indent=2))
+        typer.echo(json.dumps(as_document(rows, facts, asked), indent=2))
     else:
         print_table(rows, _console())
         if saved is not None:
             typer.echo(f"Saved: {saved[0]} and {saved[1].name}")
-    failed = [row.fault for row in rows if row.verdict == "fails" or (row.verdict == "refused" and not skips_refused)]
-    if failed:
+    if failed := not_held(rows, asked):
         raise DrillFailedError(f"{len(failed)} of {len(rows)} drill(s) do not hold: {', '.join(failed)}")
 
 

@@ -60,7 +60,7 @@ def _known_events(where: JobDir, since: int | None, kinds: frozenset[str], last:
     from elastictrain.cli.daemon import Daemon
     from elastictrain.errors import ElasticTrainError
     from elastictrain.protocol import JOURNAL_FILE
-    from elastictrain.supervisor.journal import JournalReader, as_json
+    from elastictrain.supervisor.journal_reader import JournalReader, as_json
 
     limit = None if since is not None else last
     daemon = Daemon.find(where)
@@ -78,7 +78,7 @@ def _following_events(where: JobDir, since: int, kinds: frozenset[str]) -> Itera
     from elastictrain.cli.daemon import Daemon
     from elastictrain.errors import StorageError
     from elastictrain.protocol import JOURNAL_FILE
-    from elastictrain.supervisor.journal import JournalReader, as_json
+    from elastictrain.supervisor.journal_reader import JournalReader, as_json
 
     while True:
         daemon = Daemon.find(where)

@@ -1,20 +1,50 @@
-"""Which run a start belongs to: that of its state directory, that of its store, or another one's continued."""
+"""Which run a start belongs to: that of its state directory, that of its store, or another one's continued.
+
+A store that is down for a moment is waited for, and whoever started the run is told so.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from elastictrain.checkpoint.catalog import Candidate, latest_run, newest_first
+from elastictrain.checkpoint.durable_note import DurableNote
 from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
+from elastictrain.checkpoint.patience import patiently
 from elastictrain.checkpoint.store import Store, open_store
 from elastictrain.cli.snapshot_places import find_place
-from elastictrain.errors import BusyError, MissingInputError, SnapshotDamagedError, SnapshotError
+from elastictrain.errors import BusyError, MissingInputError, SnapshotDamagedError, SnapshotError, StorageError
 from elastictrain.protocol import IDENTITY_FILE, SNAPSHOTS_DIR, JobIdentity, SnapshotSource
+
+T = TypeVar("T")
 
 
 def _ignore(_text: str) -> None: ...
+
+
+def with_patience(act: Callable[[], T], patience_s: float, warn: Callable[[str], None], otherwise: str) -> T:
+    """Does what needs a store, again and again while that fails.
+
+    Args:
+        act: what to do.
+        patience_s: how long to try.
+        warn: is told of every failure that is followed by another try.
+        otherwise: what else the user can do, if it never succeeds.
+
+    Raises:
+        StorageError: it failed to the end.
+    """
+
+    def tell(error: str, pause_s: float) -> None:
+        warn(f"the store fails and is tried again in {pause_s:.1f} s, for {patience_s:g} s in all: {error}")
+
+    try:
+        return patiently(act, patience_s=patience_s, on_wait=tell)
+    except StorageError as error:
+        raise StorageError(error.what, f"{error.hint}\n{otherwise}") from error
 
 
 def run_in_store(store: Store) -> JobIdentity | None:
@@ -82,6 +112,8 @@ def _of_state_dir(text: str, folder: Path, step: int | None, warn: Callable[[str
             try:
                 with OpenSnapshot(candidate.memory.path, candidate.name) as opened:
                     place.store.put(opened)
+                with contextlib.suppress(OSError):  # the note is for that job's own next start, which lists its store
+                    DurableNote(folder).learn(candidate.run_id, candidate.global_step)
             except (SnapshotDamagedError, BusyError) as error:
                 if step is not None:
                     raise

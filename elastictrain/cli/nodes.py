@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elastictrain.cli.agreement import must_agree, node_name
 from elastictrain.core.membership import Bounds, Lineage, Plan
@@ -36,6 +36,10 @@ def make_team(job: LoadedJob, state: StateDir, lineage: Lineage, sink: EventSink
     Raises:
         ConfigError: the rendezvous cannot be used as it is configured.
     """
+
+    def emit(kind: str, /, **fields: Any) -> None:
+        sink.append(kind, fields)
+
     config = job.config
     endpoint = endpoint_of(config.elastic)
     host = socket.gethostname()
@@ -65,7 +69,7 @@ def make_team(job: LoadedJob, state: StateDir, lineage: Lineage, sink: EventSink
         lineage=lineage,
         last_number=state.last_number,
         store=store,
-        emit=lambda kind, **fields: sink.append(kind, fields),
+        emit=emit,
         remembered=_read_plan(state.path / PLAN_FILE),
         remember=lambda plan: _write_plan(state.path / PLAN_FILE, plan),
     )

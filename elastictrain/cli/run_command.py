@@ -14,7 +14,7 @@ import typer
 from elastictrain.cli.options import DEFAULT_ROOT, JobArgument, SetOption
 from elastictrain.cli.views import JsonView, Output, PrettyView, View
 from elastictrain.config import load_job
-from elastictrain.core.identity import ALLOWABLE
+from elastictrain.core.identity import ALLOWABLE, REWIND
 from elastictrain.errors import UsageError
 from elastictrain.logs import make_logger
 
@@ -60,14 +60,25 @@ def run(
         typer.Option(
             "--allow",
             metavar="NAME",
-            help=f"Let a snapshot differ from this run in NAME ({', '.join(ALLOWABLE)}): this run's value holds. "
-            "Repeatable.",
+            help=f"Let a snapshot differ from this run in NAME ({', '.join(n for n in ALLOWABLE if n != REWIND)}): "
+            f"this run's value holds. {REWIND}: go on from an older one where the newest cannot be had. Repeatable.",
         ),
     ] = None,
     service: Annotated[
         bool,
         typer.Option("--service", help="After a halt, stay up until told to resume or to stop."),
     ] = False,
+    stopped_code: Annotated[
+        int,
+        typer.Option(
+            "--stopped-code",
+            metavar="N",
+            min=0,
+            max=255,
+            help="End with N rather than 0 when stopped before all steps are done: for a scheduler that starts a job "
+            "again unless it ends with 0.",
+        ),
+    ] = 0,
     output: Annotated[
         Output,
         typer.Option(
@@ -88,10 +99,14 @@ def run(
     # Imported here, so that `--help` and completion answer at once.
     import asyncio
 
-    from elastictrain.cli.lineage import find_source
+    from elastictrain.cli.lineage import find_source, with_patience
     from elastictrain.cli.nodes import make_team
     from elastictrain.cli.state_dir import StartOptions, StateDir
+    from elastictrain.core.lifecycle import State
+    from elastictrain.core.past import Past
+    from elastictrain.protocol import RunSpec
     from elastictrain.supervisor.control import ControlSettings
+    from elastictrain.supervisor.past import read_past
     from elastictrain.supervisor.record import Record
     from elastictrain.supervisor.service import serve
     from elastictrain.supervisor.supervisor import Supervisor
@@ -101,35 +116,55 @@ def run(
         raise UsageError(f"--allow {unknown[0]}: not one of {', '.join(ALLOWABLE)}")
     loaded = load_job(job, overrides or [])
     config = loaded.config
-    state = StateDir(state_dir if state_dir is not None else DEFAULT_ROOT / config.name)
+    state = StateDir(state_dir if state_dir is not None else DEFAULT_ROOT / config.name, _warn)
     options = StartOptions(
         fresh=fresh,
-        source=find_source(source, config.checkpoint.storage_options, _warn) if source is not None else None,
+        source=with_patience(
+            lambda: find_source(source, config.checkpoint.storage_options, _warn),
+            config.checkpoint.storage_timeout_s,
+            _warn,
+            f"--from {source}: the run cannot begin without it.",
+        )
+        if source is not None
+        else None,
         allowed_differences=tuple(allow or ()),
     )
     with state.locked():
         if config.elastic.has_peers:
             lineage = state.lineage(config, options)  # what is wrong here is said before other nodes hear of it
             prepared: list[Incarnation] = []
+            is_new = not lineage.has_begun
         else:
             prepared = [state.prepare(loaded, options)]
+            is_new = RunSpec.read(prepared[0].run_dir).begins_run
 
         def prepare(assignment: Assignment) -> Incarnation:
             return prepared.pop() if prepared else state.prepare(loaded, options.of_restart(), assignment)
 
+        # A new run has no past, whatever else was in this directory.
+        past = Past() if is_new else read_past(state.path, report_steps=config.metrics.every_steps)
         record = Record(state.path, config.name)
         team = make_team(loaded, state, lineage, record) if config.elastic.has_peers else None
         settings = ControlSettings(config.supervisor.control_group, metrics_port=config.supervisor.metrics_port)
         first = state.last_number + (0 if prepared else 1)
         with closing(record), _view(output, config.name, first) as view, Showing(view) as showing:
             supervisor = Supervisor(
-                config, prepare, state_dir=state.path, team=team, sink=record, show=showing.show, stay_up=service
+                config,
+                prepare,
+                state_dir=state.path,
+                team=team,
+                sink=record,
+                show=showing.show,
+                stay_up=service,
+                past=past,
             )
             ending = asyncio.run(serve(supervisor, record, settings))
         if ending.error is not None:
             raise ending.error
         if ending.outcome is not None:
             view.summary(ending.outcome, str(state.path))
+    if ending.state is State.STOPPED:
+        raise typer.Exit(stopped_code)
 
 
 def _warn(text: str) -> None:

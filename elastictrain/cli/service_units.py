@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from elastictrain.errors import FINAL_CODES
+
 DEFAULT_STOP_TIMEOUT_S = 180
 _TEMPLATES = "systemd"
 
@@ -58,6 +60,8 @@ class Installation:
             "config_dir": self.jobs_in,
             "stop_timeout_s": str(self.stop_timeout_s),
             "user_section": "" if self.user else _template("system_section"),
+            "final_codes": " ".join(str(code) for code in sorted(FINAL_CODES)),
+            "final_words": ", ".join(f"{words} ({code})" for code, words in sorted(FINAL_CODES.items())),
             "wanted_by": "default.target" if self.user else "multi-user.target",
         }
         units = {name: _render(_template(name), values) for name in ("elastictrain@.service", "elastictrain.target")}

@@ -51,7 +51,12 @@ class Place:
         return [entry for tier in self.tiers for entry in tier.damaged()]
 
     def prune(self, keep_last: int | None, *, dry_run: bool) -> tuple[list[str], list[str], list[str]]:
-        """Applies retention to the store. Returns names: (deleted, kept, leftovers removed)."""
+        """Applies retention to the store. Returns names: (deleted, kept, leftovers of killed writers).
+
+        Args:
+            keep_last: default: as the job has it.
+            dry_run: delete nothing; the names are of what would go.
+        """
         condition: dict[str, Condition] = {}
         runs_settled: set[str] = set()
         snapshots = self.store.snapshots()
@@ -70,10 +75,10 @@ class Place:
             pins=self.store.pins(),
         )
         deleted = [names[(s.run_id, s.global_step)] for s in doomed]
-        leftovers: list[str] = []
-        if not dry_run:
-            for name in deleted:
-                self.store.delete(name)
+        if dry_run:
+            leftovers = self.store.leftovers()
+        else:
+            deleted = [name for name in deleted if self.store.delete_unless_pinned(name)]
             leftovers = self.store.clean_leftovers()
         return deleted, [s.name for s in snapshots if s.name not in deleted], leftovers
 

@@ -6,17 +6,18 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from elastictrain.checkpoint.store import Store, open_store
-from elastictrain.cli.lineage import run_in_store
+from elastictrain.checkpoint.store import open_store
+from elastictrain.cli.lineage import run_in_store, with_patience
 from elastictrain.config import JobConfig, LoadedJob
 from elastictrain.core.batch import resolve_batch
+from elastictrain.core.identity import REWIND
 from elastictrain.core.membership import Lineage, Plan
 from elastictrain.core.snapshot_interval import mean_time_between_failures_s
 from elastictrain.errors import BusyError, StateDirError
@@ -24,10 +25,8 @@ from elastictrain.protocol import (
     BOARD_FILE,
     LOCK_FILE,
     LOOPBACK,
-    OUTCOME_FILE,
     RUNS_DIR,
     SNAPSHOTS_DIR,
-    SPEC_FILE,
     Group,
     JobIdentity,
     RunSpec,
@@ -35,6 +34,7 @@ from elastictrain.protocol import (
     StopBoard,
 )
 from elastictrain.supervisor.incarnation import Incarnation
+from elastictrain.supervisor.past import read_past
 from elastictrain.supervisor.pruning import prune
 from elastictrain.supervisor.team import Assignment
 
@@ -78,8 +78,8 @@ class StartOptions:
     allowed_differences: tuple[str, ...] = ()
 
     def of_restart(self) -> StartOptions:
-        """The same for the worker groups after the first: a new run is begun once."""
-        return StartOptions(allowed_differences=self.allowed_differences)
+        """The same for the worker groups after the first: a new run is begun once, an older snapshot accepted once."""
+        return StartOptions(allowed_differences=tuple(name for name in self.allowed_differences if name != REWIND))
 
 
 class StateDir:
@@ -87,10 +87,12 @@ class StateDir:
 
     Args:
         path: made if missing.
+        warn: is told of a store that fails and is tried again.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, warn: Callable[[str], None] = lambda _text: None) -> None:
         self.path = path.absolute()
+        self._warn = warn
         try:
             (self.path / RUNS_DIR).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -165,7 +167,7 @@ class StateDir:
         run_id, kept_size, source, goes_on = self._run_of(config, options)
         if options.source is not None and not goes_on:
             run_id = run_id or secrets.token_hex(4)
-            self._pin(config, options.source, run_id)
+            self._pin(options.source, run_id, config)
         run_id = run_id or secrets.token_hex(4)
         return Lineage(
             run_id,
@@ -207,11 +209,7 @@ class StateDir:
         run_id, kept_size, source = None, None, None
         if kept is not None:
             run_id, kept_size, source = kept.run_id, kept.global_batch_size, kept.source
-        elif (
-            not options.fresh
-            and options.source is None
-            and (found := run_in_store(self._open_store(config))) is not None
-        ):
+        elif not options.fresh and options.source is None and (found := self._run_in_store(config)) is not None:
             run_id, kept_size = found.run_id, found.global_batch_size
         goes_on = (
             kept is not None
@@ -239,19 +237,30 @@ class StateDir:
             source=source,
         )
         if options.source is not None and not goes_on:
-            self._pin(config, options.source, identity.run_id)
+            # Before anything of the new run is durable, the old run's retention must not take its beginning away. The
+            # pin comes first: a run that knows its source can rely on it.
+            self._pin(options.source, identity.run_id, config)
         if identity != JobIdentity.read(self.path):
             identity.write(self.path)
         return identity
 
-    @staticmethod
-    def _pin(config: JobConfig, source: SnapshotSource, run_id: str) -> None:
-        """Before anything of the new run is durable, the old run's retention must not take its beginning away. The pin
-        comes first: a run that knows its source can rely on it."""
-        open_store(source.url, config.checkpoint.storage_options).pin(source.run_id, source.global_step, run_id)
+    def _run_in_store(self, config: JobConfig) -> JobIdentity | None:
+        store = open_store(config.checkpoint.url or self.path / SNAPSHOTS_DIR, config.checkpoint.storage_options)
+        return with_patience(
+            lambda: run_in_store(store),
+            config.checkpoint.storage_timeout_s,
+            self._warn,
+            "To begin a new run without a look at what the store has: --fresh.",
+        )
 
-    def _open_store(self, config: JobConfig) -> Store:
-        return open_store(config.checkpoint.url or self.path / SNAPSHOTS_DIR, config.checkpoint.storage_options)
+    def _pin(self, source: SnapshotSource, owner: str, config: JobConfig) -> None:
+        store = open_store(source.url, config.checkpoint.storage_options)
+        with_patience(
+            lambda: store.pin(source.run_id, source.global_step, owner),
+            config.checkpoint.storage_timeout_s,
+            self._warn,
+            "The snapshot to begin with must be marked as needed in its store, so that it is not deleted.",
+        )
 
     def _new_incarnation(
         self,
@@ -279,7 +288,7 @@ class StateDir:
             source=identity.source,
             allowed_differences=list(options.allowed_differences),
             begins_run=not has_begun and not self._has_started(identity.run_id),
-            mean_time_between_failures_s=self._mean_time_between_failures_s(),
+            mean_time_between_failures_s=self._mean_time_between_failures_s(job.config),
         ).write(run_dir)
         kept = job.config.supervisor
         prune(self.path, keep_incarnations=kept.keep_incarnations, keep_incidents=kept.keep_incidents)
@@ -301,16 +310,7 @@ class StateDir:
     def _numbers(self) -> list[int]:
         return [int(p.name) for p in (self.path / RUNS_DIR).iterdir() if p.name.isdigit()]
 
-    def _mean_time_between_failures_s(self) -> float:
-        """From the lives of the incarnations so far: one without an outcome failed."""
-        uptime_s, num_failures = 0.0, 0
-        for number in self._numbers():
-            run_dir = self.path / RUNS_DIR / f"{number:04d}"
-            try:
-                began_s = (run_dir / SPEC_FILE).stat().st_mtime
-                ended_s = max(p.stat().st_mtime for p in run_dir.rglob("*"))
-            except (OSError, ValueError):
-                continue
-            uptime_s += max(0.0, ended_s - began_s)
-            num_failures += not (run_dir / OUTCOME_FILE).exists()
-        return mean_time_between_failures_s(uptime_s, num_failures)
+    def _mean_time_between_failures_s(self, config: JobConfig) -> float:
+        """From the lives of the worker groups so far, as the journal has them: by a clock that nobody sets."""
+        past = read_past(self.path, report_steps=config.metrics.every_steps)
+        return mean_time_between_failures_s(past.uptime_s, past.num_failures)

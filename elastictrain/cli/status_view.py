@@ -27,6 +27,8 @@ _BAR_WIDTH = 30
 def render(s: dict[str, Any]) -> RenderableType:
     """One job."""
     parts: list[RenderableType] = [_headline(s), _facts(s)]
+    if s["nodes"]:
+        parts.append(_nodes(s["nodes"]))
     if s["ranks"]:
         parts.append(_ranks(s["ranks"]))
     if s["restarts"]:
@@ -83,9 +85,13 @@ def _facts(s: dict[str, Any]) -> Table:
         values = "  ".join(f"{name} {_number(value)}" for name, value in s["evaluation"]["values"].items())
         table.add_row("evaluated", Text(f"{values}  at step {s['evaluation']['step']}"))
     group = f"incarnation {_or_dash(s['incarnation'])}, {_or_dash(s['world_size'])} rank(s)"
+    if s["attempt"] is not None:
+        group += f", attempt {s['attempt']}"
     table.add_row("group", Text(group))
     table.add_row("supervisor", _supervisor(s))
     table.add_row("snapshots", Text("  ".join(f"{tier}: {_snapshot(s, tier)}" for tier in ("memory", "durable"))))
+    if (failing := s["snapshots"].get("store_error")) is not None:
+        table.add_row("store", Text(f"fails for {_duration(failing['lasts_s'])}: {failing['error']}", style="yellow"))
     lost = f"{_duration(s['lost_s'])} in {s['num_restarts']} restart(s), {s['num_incidents']} incident(s)"
     table.add_row("lost", Text(f"{lost}; goodput {_percent(s['goodput'])} of {_duration(s['wall_s'])}"))
     journal = s["journal"]
@@ -106,6 +112,25 @@ def _supervisor(s: dict[str, Any]) -> Text:
         return Text(f"{who}: does not answer. This is what its journal says.", style="yellow")
     heard = s["last_event_age_s"]
     return Text(who + (f", last event {_duration(heard)} ago" if heard is not None else ""))
+
+
+def _nodes(nodes: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for name in ("node", "address", "is", "ranks", "heard", "why"):
+        table.add_column(name, overflow="fold" if name == "why" else "ellipsis")
+    for n in nodes:
+        first, num = n["first_rank"], n["num_ranks"]
+        ranks = "–" if first is None else f"{first}" if num == 1 else f"{first}–{first + num - 1}"
+        style = {"silent": "red", "running": "green", "done": "green"}.get(n["standing"], "")
+        table.add_row(
+            Text(n["host"]),
+            Text(n["address"]),
+            Text(n["standing"], style=style),
+            ranks,
+            "here" if n["is_me"] else _duration(n["heard_s"]),
+            Text(n["reason"]),
+        )
+    return table
 
 
 def _ranks(ranks: list[dict[str, Any]]) -> Table:

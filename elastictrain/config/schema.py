@@ -322,7 +322,8 @@ class CheckpointConfig(Section):
     verify_uploads: bool = True
     """Read back what was written to an object store, and compare."""
     storage_timeout_s: PositiveFloat = 60.0
-    """A store that moves nothing for so long is given up, and tried afresh."""
+    """A store that moves nothing for so long is given up, and tried afresh; at a start, how long one that fails is
+    tried before that is an error."""
     preempt_deadline_s: PositiveFloat = 60.0
     """After SIGTERM: how long to try to make the last snapshot durable."""
 

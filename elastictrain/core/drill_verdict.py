@@ -28,6 +28,8 @@ class Seen:
         passed_over: the damaged snapshot was named.
         halt_reason: the diagnosis, where the job was halted.
         halted_where: what the diagnosis must say.
+        kept_step: of the newest snapshot of a halted job; None if it has none that is sound.
+        due_steps: the first and the last step that it may be of.
         leftovers: processes and files that were still there at the end, in words.
     """
 
@@ -46,6 +48,8 @@ class Seen:
     passed_over: bool = False
     halt_reason: str = ""
     halted_where: tuple[str, ...] = ()
+    kept_step: int | None = None
+    due_steps: tuple[int, int] = (0, 0)
     leftovers: str = ""
 
 
@@ -68,6 +72,50 @@ def objections(fault: Fault, seen: Seen) -> list[str]:
     if seen.leftovers:
         found.append(f"left behind: {seen.leftovers}")
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class SeenLive:
+    """What a running job did after a fault from outside.
+
+    Args:
+        reached_step: committed when its worker group ended; None if it has not ended.
+        restored_step: what the next group went on from, 0 for the beginning; None if there is none that trains.
+        snapshot_step: of the newest snapshot that was complete before the fault; 0 where there was none.
+        world_size: ranks of the job.
+    """
+
+    reached_step: int | None
+    restored_step: int | None
+    snapshot_step: int
+    world_size: int
+
+    @property
+    def steps_lost(self) -> int | None:
+        """Committed steps that were done again; None where that is not known."""
+        if self.reached_step is None or self.restored_step is None:
+            return None
+        return max(0, self.reached_step - self.restored_step)
+
+
+def live_objections(fault: Fault, seen: SeenLive) -> list[str]:
+    """What is wrong with the steps that a running job lost; nothing if that is as it should be.
+
+    None may be lost while anybody is left who holds the state. A lone rank that dies leaves what its newest regular
+    snapshot holds: the steps since then are lost, and no others.
+    """
+    if (lost := seen.steps_lost) is None:
+        return []
+    if not (fault.is_gone and seen.world_size == 1):
+        return [f"{_steps(lost)} done again, none allowed"] if lost else []
+    assert seen.reached_step is not None
+    allowed = max(0, seen.reached_step - seen.snapshot_step)
+    if lost <= allowed:
+        return []
+    return [
+        f"{_steps(lost)} done again, {allowed or 'none'} allowed: the newest snapshot was of step "
+        f"{seen.snapshot_step}, and step {seen.restored_step} was restored"
+    ]
 
 
 def _end_objections(fault: Fault, seen: Seen) -> list[str]:
@@ -102,6 +150,12 @@ def _halt_objections(seen: Seen) -> list[str]:
     if missing:
         wanted = " and ".join(f'"{words.strip()}"' for words in missing)
         found.append(f"the diagnosis does not say {wanted}: {seen.halt_reason or 'there is none'}")
+    first, last = seen.due_steps
+    if seen.kept_step is None:
+        found.append("no sound snapshot was kept")
+    elif not first <= seen.kept_step <= last:
+        due = f"step {last}" if first == last else f"a step from {first} to {last}"
+        found.append(f"the newest snapshot is of step {seen.kept_step}, not of {due}, before the step that fails")
     return found
 
 

@@ -31,17 +31,19 @@ class Action(StrEnum):
     DIE_IN_SNAPSHOT = "die in snapshot"
     KILL_LOADER = "kill loader worker"
     SLOW = "slow"
-    CLOCK = "clock"
+    CLOCK_BACK = "clock back"
+    CLOCK_FORWARD = "clock forward"
+    KILL_AGENT = "kill agent"
+    KILL_SUPERVISOR = "kill supervisor"
     HOLD = "hold"
     """Waits until the drill has done its part outside, and says so."""
 
 
 class Outside(StrEnum):
-    """What the drill does while the rank holds."""
+    """What the drill does itself: while the rank holds, or, to start the supervisor again, while it goes on."""
 
     NOTHING = ""
-    KILL_AGENT = "kill agent"
-    KILL_SUPERVISOR = "kill supervisor"
+    START_AGAIN = "start again"
     PREEMPT = "preempt"
     CORRUPT = "corrupt"
     TRUNCATE = "truncate"
@@ -86,7 +88,7 @@ class Fault:
         phase: in which phase of the step.
         expect: what must follow.
         who: the rank.
-        outside: what the drill does while the rank holds.
+        outside: what the drill does itself.
         is_gone: the rank ends without a word: it can keep nothing of what it holds itself.
         is_live: can be done to a running job from outside.
         in_soak: may be drawn by a soak.
@@ -216,19 +218,20 @@ TABLE: tuple[Fault, ...] = (
     ),
     Fault(
         "kill-agent",
-        "The agent, the parent of the ranks, is killed (SIGKILL).",
-        Action.HOLD,
+        "The agent, the parent of the ranks, is killed (SIGKILL) as the last rank's forward pass begins. The ranks are "
+        "at work then, and go on with it until they hear of it.",
+        Action.KILL_AGENT,
         Phase.FORWARD,
-        outside=Outside.KILL_AGENT,
         is_live=True,
         in_soak=True,
     ),
     Fault(
         "kill-supervisor",
-        "The supervisor is killed (SIGKILL) and started again, as systemd would.",
-        Action.HOLD,
+        "The supervisor is killed (SIGKILL) as the last rank's forward pass begins, and started again, as systemd "
+        "would. The ranks are at work, as they are for kill-agent.",
+        Action.KILL_SUPERVISOR,
         Phase.FORWARD,
-        outside=Outside.KILL_SUPERVISOR,
+        outside=Outside.START_AGAIN,
         in_soak=True,
     ),
     Fault(
@@ -297,11 +300,18 @@ TABLE: tuple[Fault, ...] = (
         in_soak=True,
     ),
     Fault(
-        "clock-jump",
+        "clock-back",
         "The wall clock jumps back by an hour, for all ranks and the supervisor. The machine's own clock is never "
         "touched: time.time() of these processes is shifted, which is what Python code reads it with; C code, and "
         "datetime.now(), go on seeing the old time.",
-        Action.CLOCK,
+        Action.CLOCK_BACK,
+        Phase.READY,
+        expect=Expect.UNDISTURBED,
+    ),
+    Fault(
+        "clock-forward",
+        "The wall clock jumps forward by an hour, likewise.",
+        Action.CLOCK_FORWARD,
         Phase.READY,
         expect=Expect.UNDISTURBED,
     ),

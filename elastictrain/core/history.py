@@ -67,6 +67,8 @@ class History:
     """What the present incarnation began with; None until it has said so."""
     in_memory: tuple[int, Moment] | None = None
     durable: tuple[int, Moment] | None = None
+    store_error: tuple[str, Moment] | None = None
+    """What the store failed with last, and since when it fails; None since it last worked."""
     restarts: tuple[Restart, ...] = ()
     num_restarts: int = 0
     num_incidents: int = 0

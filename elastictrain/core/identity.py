@@ -89,6 +89,8 @@ def refusal(differences: list[Difference], allowed: frozenset[str]) -> str | Non
 
 HYPERPARAMETERS = "hyperparameters"
 """Not refused, since they may follow from the world size: the snapshot's hold, with a warning, unless allowed."""
+REWIND = "rewind"
+"""Nothing that a snapshot has differently: that the newest one is known to be durable, and is not to be had. Once."""
 ALLOWABLE = (
     "seed",
     "dataset_length",
@@ -100,4 +102,5 @@ ALLOWABLE = (
     "threads_per_rank",
     "micro_batch_size",
     HYPERPARAMETERS,
+    REWIND,
 )

@@ -9,13 +9,19 @@ all of them look stuck. The culprit is told from its victims by where it stands:
 3. What is left, furthest behind, is the culprit; so is, wherever it stands, a rank whose process is stopped, or whose
    Python code cannot run (its tick stands still).
 4. If every rank waits in a collective, they wait for each other, in different ones: the fewer ranks are wrong, of
-   equally many those that are ahead, for they left a collective out. If there are ranks on other nodes, it may be
-   theirs, so their own supervisor gets as much time again to act.
+   equally many those that are ahead, for they left a collective out.
+
+With ranks on other nodes the culprit may be theirs, and only their own supervisor sees it. So where every rank of this
+node waits, nobody is blamed before a rank elsewhere would have been over its limit, whatever it did there (it may have
+evaluated), and its supervisor has had time to act. After that, ranks of this node that wait in different places are
+still judged by each other (4). If they all wait at one place, the culprit is elsewhere: to kill those that wait would
+lose what they hold. Their collective fails by its own timeout, and they keep their state; only if it does not are they
+ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -43,7 +49,6 @@ class RankSeen:
         tick_s: when its Python code last ran.
         step: windows consumed.
         steps_done: steps that this process has committed.
-        longest_step_s: of the last steps, as the rank measured it; 0 before it knows.
         process: as the operating system sees it.
         in_collective: whether its stack is inside a collective; None if nobody has looked.
     """
@@ -54,7 +59,6 @@ class RankSeen:
     tick_s: float
     step: int = 0
     steps_done: int = 0
-    longest_step_s: float = 0.0
     process: ProcessState = ProcessState.RUNNING
     in_collective: bool | None = None
 
@@ -71,6 +75,7 @@ class Limits:
         eval_s: in an evaluation, between two batches.
         snapshot_s: in a snapshot.
         exit_s: after the last step.
+        collective_s: in a collective, until that fails by itself: the process group's timeout.
         tick_s: for the tick.
     """
 
@@ -81,9 +86,12 @@ class Limits:
     eval_s: float
     snapshot_s: float
     exit_s: float
+    collective_s: float
     tick_s: float = 2.0
 
 
+ELSEWHERE_MARGIN_S = 10.0
+"""What a supervisor on another node may take to notice, keep evidence and kill; and the ranks, to hear of it."""
 LEARNT_FACTOR = 10.0
 """A phase may take this many times the longest step seen lately. Steps vary by small factors; one that takes ten times
 the longest is either stuck or so slow that its reason is worth a look."""
@@ -96,9 +104,9 @@ class StepTimes:
     longest_s: float | None = None
     """The longest of the last steps; None before any."""
 
-    def observe(self, ranks: Sequence[RankSeen]) -> None:
-        """Takes note of what the ranks have measured."""
-        longest_s = max((seen.longest_step_s for seen in ranks), default=0.0)
+    def observe(self, longest_steps_s: Iterable[float]) -> None:
+        """Takes note of what the ranks have measured; one that has not done a second step says 0."""
+        longest_s = max(longest_steps_s, default=0.0)
         if longest_s > 0:
             self.longest_s = longest_s
 
@@ -131,6 +139,18 @@ def shortest_limit_s(limits: Limits, longest_step_s: float | None) -> float:
     """A rank that has moved within this time is within its limit, wherever it is."""
     step_s = step_limit_s(limits, longest_step_s)
     return min(step_s, limits.startup_s, limits.eval_s, limits.snapshot_s, limits.exit_s)
+
+
+def longest_limit_s(limits: Limits, longest_step_s: float | None, *, starting: bool) -> float:
+    """How long a rank may stand still that nobody here sees, while those here wait for it.
+
+    Args:
+        limits: they are the same on every node.
+        longest_step_s: what was learnt here, from steps that all ranks do together.
+        starting: those here have not done a step yet, so it may not have either.
+    """
+    step_s = step_limit_s(limits, longest_step_s)
+    return max(step_s, limits.eval_s, limits.snapshot_s, limits.startup_s if starting else 0.0)
 
 
 class Health(StrEnum):
@@ -170,14 +190,22 @@ class Verdict:
     Args:
         ranks: one verdict each.
         everybody_waits: no rank can be told from the others: all wait in collectives.
+        elsewhere: whom they wait for is not on this node.
     """
 
     ranks: tuple[RankVerdict, ...]
     everybody_waits: bool = False
+    elsewhere: bool = False
 
     @property
     def culprits(self) -> tuple[RankVerdict, ...]:
         return tuple(verdict for verdict in self.ranks if verdict.health is Health.HUNG)
+
+    @property
+    def slack_s(self) -> float:
+        """How long nobody comes over its limit by standing still; negative where somebody is over it. Who moves in the
+        meantime has at least `shortest_limit_s` from then on."""
+        return min(verdict.limit_s - verdict.stood_still_s for verdict in self.ranks)
 
     @property
     def is_over_limit(self) -> bool:
@@ -235,20 +263,27 @@ def judge(
     present = [seen for seen in ranks if not has_left(seen)]
     over = [seen for seen in present if age_s[seen.rank] > limit[seen.rank]]
     guilty: dict[int, str] = {}
-    everybody_waits = False
+    everybody_waits = elsewhere = False
+    all_here = len(ranks) >= world_size
     if over:
         guilty = _plainly_stuck(over, limits, now_s)
         if not guilty:
-            waiting = [seen for seen in over if _waits(seen)]
-            stuck = [seen for seen in over if not _waits(seen)]
+            front = max(_position(seen) for seen in present)
+            # What one that is ahead needs is not on this node.
+            far = [] if all_here else [seen for seen in over if _may_wait(seen) and _position(seen) == front]
+            waiting = [seen for seen in over if _waits(seen) or seen in far]
+            stuck = [seen for seen in over if seen not in waiting]
             within = [seen for seen in present if age_s[seen.rank] <= limit[seen.rank]]
             if stuck:
                 guilty = _furthest_behind(stuck, within)
             elif len(waiting) == len(present):
                 everybody_waits = True
-                patience = 1.0 if len(ranks) >= world_size else 2.0
-                if all(age_s[seen.rank] > patience * limit[seen.rank] for seen in present):
-                    guilty = _disagreeing(present, all_here=len(ranks) >= world_size)
+                since_s = min(age_s[seen.rank] for seen in present)
+                starting = any(seen.steps_done < 1 for seen in present)
+                chance_s = longest_limit_s(limits, longest_step_s, starting=starting) + ELSEWHERE_MARGIN_S
+                elsewhere = not all_here and (since_s <= chance_s or len({_position(seen) for seen in present}) == 1)
+                if not elsewhere or since_s > limits.collective_s + ELSEWHERE_MARGIN_S:
+                    guilty = _disagreeing(present, all_here=all_here)
     verdicts = []
     for seen in ranks:
         age, bound = age_s[seen.rank], limit[seen.rank]
@@ -257,13 +292,13 @@ def judge(
         elif has_left(seen):
             health, why = Health.HEALTHY, ""
         elif age > bound:
-            health, why = Health.WAITING, "waits for another rank"
+            health, why = Health.WAITING, "waits for a rank of another node" if elsewhere else "waits for another rank"
         elif age > bound / 2:
             health, why = Health.SLOW, "takes long"
         else:
             health, why = Health.HEALTHY, ""
         verdicts.append(RankVerdict(seen.rank, health, age, bound, why))
-    return Verdict(tuple(verdicts), everybody_waits)
+    return Verdict(tuple(verdicts), everybody_waits, elsewhere)
 
 
 def has_left(seen: RankSeen) -> bool:
@@ -274,6 +309,12 @@ def has_left(seen: RankSeen) -> bool:
 def _waits(seen: RankSeen) -> bool:
     """Whether it is somebody else's turn. The stack knows; without it, only `REDUCE` is sure to be a collective."""
     return seen.in_collective if seen.in_collective is not None else seen.phase is Phase.REDUCE
+
+
+def _may_wait(seen: RankSeen) -> bool:
+    """Whether it may wait for another rank, where nothing says so: on CUDA the host is ahead of its collective, and
+    stands still where it next needs the result."""
+    return seen.phase in (Phase.OPTIMIZER, Phase.COMMIT)
 
 
 def _plainly_stuck(over: Sequence[RankSeen], limits: Limits, now_s: float) -> dict[int, str]:
@@ -310,7 +351,8 @@ def _disagreeing(ranks: Sequence[RankSeen], *, all_here: bool) -> dict[int, str]
         why = (
             "every rank waits in a collective, at the same place: their collectives do not match"
             if all_here
-            else "every rank of this node waits in a collective, and no other node has acted"
+            else "every rank of this node waits in a collective for a rank of another node, where nobody has acted, "
+            "and the collective has not failed in time either"
         )
         return {seen.rank: why for seen in ranks}
     fewest = min(len(members) for members in groups.values())

@@ -17,16 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from elastictrain.errors import (
-    ConfigError,
-    DataError,
-    HaltError,
-    MissingInputError,
-    StateDirError,
-    UnsafePathError,
-    UsageError,
-    WorkerFailedError,
-)
+from elastictrain.errors import FINAL_CODES, DataError, HaltError, WorkerFailedError
 
 
 class CauseKind(StrEnum):
@@ -45,6 +36,8 @@ class CauseKind(StrEnum):
     """A rank itself decided that going on would do harm."""
     EXIT_CODE = "exit code"
     AGENT = "agent"
+    SUPERVISOR = "supervisor"
+    """The supervisor itself died, and its worker group with it."""
     STORAGE = "storage"
 
 
@@ -97,11 +90,6 @@ class Cause:
     can_retry: bool = True
     exit_code: int = WorkerFailedError.exit_code
 
-
-HOPELESS_CODES = frozenset(
-    cls.exit_code for cls in (UsageError, ConfigError, MissingInputError, StateDirError, UnsafePathError)
-)
-"""Exit codes of mistakes: restarting does not help, editing does."""
 
 _TRANSIENT_IO = re.compile(
     r"\b(OSError|IOError|TimeoutError|BlockingIOError|InterruptedError|Connection\w*Error|BrokenPipeError|Errno \d+)\b"
@@ -179,7 +167,7 @@ def _describe_report(end: RankEnd, who: str) -> Cause:
         return Cause(CauseKind.HALT, what, end.hint, end.rank, end.step, False, HaltError.exit_code)
     if end.kind == DataError.__name__ and _TRANSIENT_IO.search(end.what):
         return Cause(CauseKind.STORAGE, what, end.hint, end.rank, end.step, True, code)
-    if code in HOPELESS_CODES or code == DataError.exit_code:
+    if code in FINAL_CODES:
         return Cause(CauseKind.MISTAKE, what, end.hint, end.rank, end.step, False, code)
     if end.secondary:
         return Cause(CauseKind.COLLECTIVE, what, end.hint, end.rank, end.step, True, code)
@@ -219,6 +207,7 @@ class Failure:
         began_step: a step was begun, so the cause may lie in the step; else it died before.
         progressed: it had got further than any life before.
         cause: why.
+        uncertain_steps: it may have got so many steps further, where nobody was there to see.
     """
 
     at_s: float
@@ -226,6 +215,16 @@ class Failure:
     began_step: bool
     progressed: bool
     cause: Cause
+    uncertain_steps: int = 0
+
+    def may_be_at_step_of(self, other: Failure) -> bool:
+        """Whether both may have failed at the same step."""
+        return (
+            self.began_step
+            and other.began_step
+            and self.reached_step <= other.reached_step + other.uncertain_steps
+            and other.reached_step <= self.reached_step + self.uncertain_steps
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +290,7 @@ def decide(
     """What to do after the last of `failures`, oldest first, at least one.
 
     Args:
-        failures: of this job, since it was started or resumed.
+        failures: of this job, since it was started or resumed; those of earlier supervisors included (`past`).
         budget: how much is borne.
         now_s: on the clock of `Failure.at_s`.
         jitter: at random from [0, 1): shortens the pause.
@@ -302,15 +301,18 @@ def decide(
     if not cause.can_retry:
         return Halt(cause.what, cause.hint, cause.exit_code)
     counted = since_progress(failures)
+    if cause.kind is CauseKind.SUPERVISOR and len(counted) == 1:
+        # However little is borne: that a machine was switched off once says nothing about the job.
+        return Restart(0.0, cause.what)
     in_a_row = 0
     for failure in reversed(counted):
-        if not (failure.began_step and failure.reached_step == last.reached_step):
+        if not failure.may_be_at_step_of(last):
             break
         in_a_row += 1
     if in_a_row >= budget.same_step_failures:
         holds = f" It holds {samples}." if samples else ""
         return Halt(
-            f"step {last.reached_step + 1} fails: {in_a_row} times in a row. The last time: {cause.what}.{holds}",
+            f"{_step_words(last)} fails: {in_a_row} times in a row. The last time: {cause.what}.{holds}",
             cause.hint or "Look at these samples and at the task; then `elastictrain resume`, or start again.",
             HaltError.exit_code,
         )
@@ -323,6 +325,11 @@ def decide(
             HaltError.exit_code,
         )
     return Restart(backoff_s(len(counted) - 1, budget, jitter), cause.what)
+
+
+def _step_words(failure: Failure) -> str:
+    first, last = failure.reached_step + 1, failure.reached_step + 1 + failure.uncertain_steps
+    return f"step {first}" if first == last else f"one of the steps {first} to {last}"
 
 
 def backoff_s(num_before: int, budget: Budget, jitter: float) -> float:

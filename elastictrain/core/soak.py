@@ -1,7 +1,8 @@
 """Which faults a soak has, and when: drawn from a seed, so that the same seed is the same soak.
 
 The gaps between faults are exponentially distributed, as those of independent failures are, and counted in steps: a
-fault happens at a point of the training, not at a time of day, and a machine that is slower has the same soak.
+fault happens at a point of the training, not at a time of day, and a machine that is slower has the same soak. Kinds
+come in rounds, each a shuffle of all of them: none comes a second time before every other has come once.
 """
 
 from __future__ import annotations
@@ -45,16 +46,19 @@ def schedule(seed: int, *, num_steps: int, mean_steps_between: float, faults: Se
         seed: of the draw.
         num_steps: length of the run.
         mean_steps_between: mean gap between two faults.
-        faults: to draw from, all alike likely.
+        faults: to draw from, each once a round.
     """
     generator = random.Random(seed)
     strikes: list[Strike] = []
     step = FIRST_STEP
+    still_to_come: list[Fault] = []
     while True:
         step += max(1, round(generator.expovariate(1 / mean_steps_between)))
         if step > num_steps - QUIET_STEPS:
             return tuple(strikes)
-        strikes.append(Strike(generator.choice(faults), step))
+        if not still_to_come:
+            still_to_come = generator.sample(list(faults), len(faults))
+        strikes.append(Strike(still_to_come.pop(), step))
 
 
 def parse_duration_s(text: str) -> float | None:

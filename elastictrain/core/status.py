@@ -110,6 +110,7 @@ class SupervisorView:
         ranks: those of all nodes.
         attempt: name of the present, or last, worker group.
         nodes: of the job, where there may be several.
+        cgroup: folder of the control group that the ranks of this node are in.
     """
 
     state: State
@@ -121,6 +122,7 @@ class SupervisorView:
     ranks: tuple[RankView, ...] = ()
     attempt: str | None = None
     nodes: tuple[NodeView, ...] = ()
+    cgroup: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +138,20 @@ class SnapshotAge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreError:
+    """A durable tier that fails. It is tried again for as long as it takes; training goes on meanwhile."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _DESCRIBED
+
+    error: str
+    """What it failed with last, without secrets."""
+    since: str
+    """Of its first failure since it last worked: ISO 8601, UTC."""
+    lasts_s: float
+    """Seconds since then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshots:
     """The newest snapshot of each tier; null where none is known of."""
 
@@ -145,6 +161,8 @@ class Snapshots:
     """In the memory tier."""
     durable: SnapshotAge | None = None
     """In the durable tier."""
+    store_error: StoreError | None = None
+    """Why nothing becomes durable at present; null since the durable tier last worked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +220,9 @@ class Daemon:
     """Whether it answered. If it runs and does not answer, this is what the journal says."""
     socket: str | None = None
     """Path of its control socket."""
+    cgroup: str | None = None
+    """Folder of the control group that the present worker group is in; null where none could be made: then processes
+    that it starts are found by their environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ from elastictrain.core.status import (
     SnapshotAge,
     Snapshots,
     Status,
+    StoreError,
     SupervisorView,
 )
 
@@ -78,6 +79,8 @@ def advance(history: History, event: Event) -> History:
             return _training(history, f)
         case Kind.RESTORED:
             step = integer(f, "global_step", "at_step")
+            if text(f, "from_tier") == "durable":
+                history = replace(history, store_error=None)
             return replace(history, global_step=first_known(step, history.global_step), restored_step=step)
         case Kind.PROGRESS:
             return _progress(history, f)
@@ -86,7 +89,11 @@ def advance(history: History, event: Event) -> History:
             return replace(history, in_memory=(step, event.moment)) if step is not None else history
         case Kind.SNAPSHOT_DURABLE:
             step = integer(f, "at_step", "global_step", "step")
+            history = replace(history, store_error=None)
             return replace(history, durable=(step, event.moment)) if step is not None else history
+        case Kind.PERSISTER_RETRYING | Kind.PERSISTER_STALLED | Kind.PERSISTER_FAILED | Kind.STORE_RETRYING:
+            since = history.store_error[1] if history.store_error is not None else event.moment
+            return replace(history, store_error=(_store_words(f), since))
         case Kind.EVALUATED:
             numbers = {str(key): number(f, key) for key in f if key not in _STAMPS}
             values = {key: value for key, value in numbers.items() if value is not None}
@@ -161,7 +168,13 @@ def describe(
         state=state.value,
         reason=reason,
         daemon_running=not is_dead,
-        daemon=Daemon(pid=history.pid, version=history.version, answers=view is not None, socket=socket),
+        daemon=Daemon(
+            pid=history.pid,
+            version=history.version,
+            answers=view is not None,
+            socket=socket,
+            cgroup=view.cgroup if view is not None else None,
+        ),
         global_step=global_step,
         max_steps=max_steps,
         steps_per_s=history.steps_per_s,
@@ -175,7 +188,11 @@ def describe(
         world_size=first_known(view.world_size if view is not None else None, history.world_size),
         ranks=list(view.ranks) if view is not None else [],
         nodes=list(view.nodes) if view is not None else [],
-        snapshots=Snapshots(memory=_age(history.in_memory, now), durable=_age(history.durable, now)),
+        snapshots=Snapshots(
+            memory=_age(history.in_memory, now),
+            durable=_age(history.durable, now),
+            store_error=_store_error(history.store_error, now),
+        ),
         num_restarts=history.num_restarts + len(open_restart),
         restarts=list(restarts),
         num_incidents=history.num_incidents,
@@ -382,6 +399,18 @@ def _eta_s(state: State, step: int | None, max_steps: int | None, steps_per_s: N
 
 def _age(snapshot: tuple[int, Moment] | None, now: Moment) -> SnapshotAge | None:
     return SnapshotAge(step=snapshot[0], age_s=now.since(snapshot[1])) if snapshot is not None else None
+
+
+def _store_words(f: Mapping[str, Any]) -> str:
+    stalled_s = finite(f, "seconds")
+    moved = f"the store moved nothing for {stalled_s:g} s" if stalled_s is not None else "the store fails"
+    return text(f, "error") or moved
+
+
+def _store_error(failing: tuple[str, Moment] | None, now: Moment) -> StoreError | None:
+    if failing is None:
+        return None
+    return StoreError(error=failing[0], since=_iso(failing[1].time_s), lasts_s=now.since(failing[1]))
 
 
 def _iso(time_s: float) -> str:

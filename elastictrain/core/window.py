@@ -93,6 +93,12 @@ class WindowPlan:
                 start, stop = epoch_end, epoch_end + self.global_batch_size
         return Window(start, stop, self.micro_batch_size)
 
+    def start_of(self, stop: int) -> int:
+        """Where the window begins that ends at sample position `stop`."""
+        if self.epoch_tail is EpochTail.PARTIAL and stop % self.length == 0:
+            return max(0, stop - (self.length % self.global_batch_size or self.global_batch_size))
+        return max(0, stop - self.global_batch_size)
+
     def steps_in(self, num_epochs: int) -> int:
         """How many steps `num_epochs` epochs take from position 0, the last one included where it runs over."""
         match self.epoch_tail:

@@ -1,18 +1,18 @@
-"""Bitwise comparison of two runs: every step's numbers, and every tensor of the state at the end."""
+"""Bitwise comparison of two runs: every step's numbers, and every tensor of the state that was kept."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastictrain.checkpoint.catalog import Candidate, open_candidate
+from elastictrain.checkpoint.catalog import Candidate, newest_first, open_candidate
 from elastictrain.checkpoint.format import TRAINER_FILE, digest
 from elastictrain.checkpoint.store import Store
-from elastictrain.errors import MissingInputError
+from elastictrain.errors import ElasticTrainError, MissingInputError
 
 _STEP_KEYS = ("loss", "grad_norm", "lr", "applied", "samples", "loss_scale")
 _TRAINER_KEYS = ("counters", "epoch", "data_order", "aliases", "state")
@@ -20,10 +20,10 @@ _TRAINER_KEYS = ("counters", "epoch", "data_order", "aliases", "state")
 
 @dataclass(frozen=True, slots=True)
 class FinalState:
-    """What a run has in the durable tier at its end.
+    """What a run has kept: the state that one snapshot holds.
 
     Args:
-        step: of the newest snapshot.
+        step: of the snapshot.
         files: digest of each tensor file.
         tensors: digest of each tensor, by file and name.
         trainer: counters, scheduler and so on, each as text.
@@ -39,18 +39,36 @@ class FinalState:
     size_bytes: int
 
 
-def read_final_state(store: Store) -> FinalState:
-    """Reads the newest durable snapshot, every byte of it.
+def state_of_step(store: Store, step: int) -> FinalState:
+    """Reads the durable snapshot of a step, every byte of it.
 
     Raises:
         MissingInputError: there is none.
         SnapshotDamagedError: it is not what was written.
     """
-    snapshots = store.snapshots()
-    if not snapshots:
-        raise MissingInputError(f"there is no snapshot in {store.where}")
-    newest = snapshots[0]
-    candidate = Candidate(newest.name, newest.global_step, newest.run_id, "durable", store=store)
+    candidates = newest_first(None, store)
+    found = next((candidate for candidate in candidates if candidate.global_step == step), None)
+    if found is None:
+        steps = ", ".join(str(candidate.global_step) for candidate in candidates) or "none"
+        raise MissingInputError(f"there is no snapshot of step {step} in {store.where}, only of: {steps}")
+    return read_state(found)
+
+
+def newest_state(list_newest_first: Callable[[], Sequence[Candidate]]) -> FinalState | None:
+    """The state in the newest snapshot; None if there is none, or it is not what was written."""
+    try:
+        candidates = list_newest_first()
+        return read_state(candidates[0]) if candidates else None
+    except ElasticTrainError:
+        return None
+
+
+def read_state(candidate: Candidate) -> FinalState:
+    """Reads a snapshot, every byte of it.
+
+    Raises:
+        SnapshotDamagedError: it is not what was written.
+    """
     with tempfile.TemporaryDirectory() as scratch, open_candidate(candidate, Path(scratch)) as reader:
         tensors = {}
         for file in sorted(reader.files):
@@ -61,7 +79,7 @@ def read_final_state(store: Store) -> FinalState:
                     tensors[file, name] = f"{layout.specs[name]} {digest(buffer[begin:end])}"
         manifest, trainer = reader.manifest, reader.trainer
         return FinalState(
-            newest.global_step,
+            candidate.global_step,
             {name: entry.xxh3_128 for name, entry in manifest.files.items() if name != TRAINER_FILE},
             tensors,
             {key: json.dumps(trainer.get(key), sort_keys=True) for key in _TRAINER_KEYS},
@@ -110,7 +128,7 @@ def _values(line: Mapping[str, Any]) -> dict[str, str]:
 
 def _differing_state(reference: FinalState, final: FinalState) -> str:
     if reference.step != final.step:
-        return f"ended at step {final.step} instead of {reference.step}"
+        return f"kept step {final.step} instead of {reference.step}"
     for file, name in sorted(reference.tensors.keys() | final.tensors.keys()):
         if reference.tensors.get((file, name)) != final.tensors.get((file, name)):
             return f"tensor {name} in {file}"

@@ -1,19 +1,19 @@
 """`elastictrain run`, as a drill starts it: `python -m elastictrain.drill.launch PARENT_PID STATE_DIR ARGUMENTS...`.
 
-The same program, which ends when the drill does, however that ends; and whose wall clock jumps once the drill
-`clock-jump` has happened to a rank.
+The same program, which ends when the drill does, however that ends; and whose wall clock jumps once a drill
+of that kind has happened to a rank.
 """
 
 from __future__ import annotations
 
+import os
 import runpy
 import signal
 import sys
 import time
 from pathlib import Path
 
-from elastictrain.armed import CLOCK_JUMP_S, DrillDir
-from elastictrain.core.faults import Action
+from elastictrain.armed import CLOCK_JUMPS_S, DrillDir
 from elastictrain.procs import die_with_parent
 
 
@@ -21,21 +21,22 @@ def main(parent_pid: int, state_dir: Path, arguments: list[str]) -> None:
     """Becomes `elastictrain ARGUMENTS`."""
     die_with_parent(parent_pid, signal.SIGTERM)
     folder = DrillDir(state_dir)
+    folder.name_supervisor(os.getpid())
     for fault in folder.armed() or []:
-        if fault.action is Action.CLOCK:
-            _shift_clock_after(folder, fault.id)
+        if fault.action in CLOCK_JUMPS_S:
+            _shift_clock_after(folder, fault.id, CLOCK_JUMPS_S[fault.action])
     sys.argv = ["elastictrain", *arguments]
     runpy.run_module("elastictrain.cli.main", run_name="__main__", alter_sys=True)
 
 
-def _shift_clock_after(folder: DrillDir, fault_id: str) -> None:
+def _shift_clock_after(folder: DrillDir, fault_id: str, jump_s: float) -> None:
     """This process's time.time(), from the moment at which a rank claims the fault."""
     real, has_jumped = time.time, False
 
     def shifted() -> float:
         nonlocal has_jumped
         has_jumped = has_jumped or folder.fired_at_s(fault_id) is not None
-        return real() + (CLOCK_JUMP_S if has_jumped else 0.0)
+        return real() + (jump_s if has_jumped else 0.0)
 
     time.time = shifted
 

@@ -15,15 +15,18 @@ from typing import Any
 import psutil
 
 from elastictrain.armed import boot_clock_s
+from elastictrain.core.drill_verdict import SeenLive, live_objections
 from elastictrain.core.events import Event, Kind
 from elastictrain.core.faults import Action, Fault, Outside, Who
-from elastictrain.drill.exercise import DETECTED, Row
+from elastictrain.drill.judge import DETECTED, Row
 from elastictrain.errors import NotRunningError, UsageError
 from elastictrain.procs import command_of, read_stat, send_signal
 from elastictrain.protocol import JOURNAL_FILE
-from elastictrain.supervisor.journal import JournalReader
+from elastictrain.supervisor.journal_reader import JournalReader
 
 POLL_S = 0.05
+_SNAPSHOTS = (Kind.SNAPSHOT_TAKEN, Kind.SNAPSHOT_AT_FAILURE, Kind.RESTORED)
+"""Events after which there is a snapshot of their step, and none of a later one in this run."""
 
 Status = Mapping[str, Any]
 
@@ -50,7 +53,7 @@ def check_live(fault: Fault) -> None:
     if fault.is_live:
         return
     reasons = {
-        Outside.KILL_SUPERVISOR: "who would start it again is systemd's business: `systemctl kill -s KILL` does it",
+        Outside.START_AGAIN: "who would start it again is systemd's business: `systemctl kill -s KILL` does it",
         Outside.PREEMPT: "that is `elastictrain stop`, or `systemctl stop`",
         Outside.CORRUPT: "a running job's own snapshots are not damaged on purpose",
         Outside.TRUNCATE: "a running job's own snapshots are not damaged on purpose",
@@ -85,7 +88,7 @@ def find_target(fault: Fault, status: Status) -> Target:
     number = 0 if fault.who is Who.ZERO else max(ranks)
     pid, words = ranks[number], f"rank {number}"
     signum = {Action.STOP: signal.SIGSTOP, Action.SEGFAULT: signal.SIGSEGV}.get(fault.action, signal.SIGKILL)
-    if fault.outside is Outside.KILL_AGENT:
+    if fault.action is Action.KILL_AGENT:
         pid, words = _agent_pid(Path(status["state_dir"])), "the agent"
     elif fault.action is Action.KILL_LOADER:
         # A loader process is a fork of its rank.
@@ -121,6 +124,7 @@ def strike(fault: Fault, target: Target, status: Status, *, timeout_s: float, te
         NotRunningError: the process ended before it could be signalled.
     """
     reader = JournalReader(Path(status["state_dir"]) / JOURNAL_FILE)
+    since = max((event.id for event in reader.read(last=1)), default=0)
     step = max((rank["step"] or 0 for rank in status["ranks"]), default=0)
     at_s = boot_clock_s()
     if not send_signal(target.pid, target.signum, started_ticks=target.started_ticks):
@@ -130,7 +134,7 @@ def strike(fault: Fault, target: Target, status: Status, *, timeout_s: float, te
     events: list[Event] = []
     final = (Kind.HALTED, Kind.STOPPED, Kind.COMPLETED)
     while time.monotonic() < deadline_s:
-        events = [event for event in reader.read() if event.moment.boot_s >= at_s]
+        events = [event for event in reader.read(since) if event.moment.boot_s >= at_s]
         if any(event.kind in (Kind.RANKS_TRAINING, *final) for event in events):
             break
         time.sleep(POLL_S)
@@ -138,29 +142,56 @@ def strike(fault: Fault, target: Target, status: Status, *, timeout_s: float, te
     recovered = _first(events, at_s, [Kind.RANKS_TRAINING])
     ended = next((event for event in events if event.kind == Kind.INCARNATION_ENDED), None)
     restored = next((event for event in events if event.kind == Kind.RESTORED), None)
-    lost: int | None = None
-    if ended is not None and recovered is not None:
-        lost = max(0, ended.fields["global_step"] - (restored.fields["global_step"] if restored is not None else 0))
+    seen = SeenLive(
+        reached_step=ended.fields["global_step"] if ended is not None else None,
+        restored_step=None if recovered is None else restored.fields["global_step"] if restored is not None else 0,
+        snapshot_step=_snapshot_step(reader, since, at_s),
+        world_size=status["world_size"] or len(status["ranks"]),
+    )
     wrong = []
     if recovered is None:
         last = next((event for event in events if event.kind in final), None)
         words = f"the job is {last.kind}: {last.fields.get('reason', '')}" if last is not None else "it does not train"
         wrong.append(f"no new worker group trained within {timeout_s:g} s: {words}")
-    if lost and len(status["ranks"]) > 1:
-        wrong.append(f"{lost} step{'s' if lost != 1 else ''} done again, none allowed")
+    wrong += live_objections(fault, seen)
     return Row(
         fault=fault.name,
         injected_at=f"{target.words}, about step {step}",
         detected_s=detected,
         recovered_s=recovered,
-        steps_lost=lost,
+        steps_lost=seen.steps_lost,
         samples_repeated=None,
         samples_skipped=None,
         bitwise_equal=None,
         difference="",
         verdict="fails" if wrong else "holds",
-        why="; ".join(wrong) if wrong else "nothing to compare with: a running job has no reference",
+        why="; ".join(wrong) if wrong else _remark(seen),
     )
+
+
+def _snapshot_step(reader: JournalReader, since: int, at_s: float) -> int:
+    """The step of the newest snapshot that was there at a moment; 0 if there was none.
+
+    Args:
+        reader: of the journal.
+        since: the id of an event from before.
+        at_s: the moment, of `boot_clock_s`.
+    """
+    newest = 0
+    for event in reader.read(kinds=_SNAPSHOTS):
+        if event.id <= since or event.moment.boot_s < at_s:
+            newest = event.fields["global_step" if event.kind == Kind.RESTORED else "at_step"]
+    return newest
+
+
+def _remark(seen: SeenLive) -> str:
+    words = "nothing to compare with: a running job has no reference"
+    if seen.steps_lost:
+        words = (
+            f"{seen.steps_lost} step(s) done again, since nobody was left to keep them: those after the newest "
+            f"snapshot, of step {seen.snapshot_step}; {words}"
+        )
+    return words
 
 
 def _first(events: list[Event], at_s: float, kinds: Any) -> float | None:

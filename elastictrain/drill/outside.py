@@ -1,10 +1,12 @@
-"""What a drill does itself, while a rank holds at the point of the fault or the job is stopped: to the agent, to the
-supervisor, to snapshots, to the store."""
+"""What a drill does itself, while a rank holds at the point of the fault or the job is stopped: to the supervisor, to
+snapshots, to the store."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -14,16 +16,18 @@ from elastictrain.core.events import Kind
 from elastictrain.core.faults import Outside
 from elastictrain.drill.trial import Trial
 from elastictrain.errors import DrillError, UsageError
-from elastictrain.procs import read_stat, send_signal
 
 DAMAGE_BYTES = 64
+FILLER = "filler"
+"""The file that a small file system is filled with."""
 _CLONE_NEWNS = 0x20000
+_MNT_DETACH = 2
 _MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 2, 4, 1 << 14, 1 << 18
 
 
 def act(outside: Outside, trial: Trial, fault_id: str, deadline_s: float) -> tuple[float, list[str]]:
-    """Carries out a fault on a run whose rank holds at its point, and sees to what belongs to it afterwards: starts
-    the supervisor again, gives the store back.
+    """Carries out a fault on a run whose rank holds at its point (but for `START_AGAIN`, where the rank has done it and
+    goes on), and sees to what belongs to it afterwards: starts the supervisor again, gives the store back.
 
     Args:
         outside: what to do.
@@ -37,29 +41,21 @@ def act(outside: Outside, trial: Trial, fault_id: str, deadline_s: float) -> tup
     damaged: list[str] = []
     at_s = boot_clock_s()
     match outside:
-        case Outside.KILL_AGENT:
-            pid = agent_pid(trial)
-            at_s = boot_clock_s()
-            send_signal(pid, signal.SIGKILL)
-            # Before the agent is seen to be gone, the kernel has told its ranks; until then the rank holds.
-            trial.wait_for(lambda: (stat := read_stat(pid)) is None or stat.state in ("Z", "X"), deadline_s)
-            trial.drill.release(fault_id)
-        case Outside.KILL_SUPERVISOR:
-            trial.signal(signal.SIGKILL)
-            ended = trial.wait_end(deadline_s)
-            trial.drill.release(fault_id)
-            if ended is not None:
-                trial.start()
+        case Outside.START_AGAIN:
+            at_s = trial.drill.fired_at_s(fault_id) or at_s
+            # In a soak the one that was killed may have been gone already, for an earlier fault, and replaced.
+            if trial.started_s < at_s and trial.wait_end(deadline_s) is not None:
+                _start_again(trial, deadline_s)
         case Outside.PREEMPT:
             if _stop(trial, fault_id, deadline_s) == 0:
-                trial.start()
+                _start_again(trial, deadline_s)
         case Outside.CORRUPT | Outside.TRUNCATE:
             # One to fall back to must be there: a fast run is ahead of its persister.
             trial.wait_for(lambda: _num_durable(trial) >= 1, deadline_s)
             if _stop(trial, fault_id, deadline_s) == 0:
                 at_s = boot_clock_s()
                 damaged = damage_newest(trial, truncate=outside is Outside.TRUNCATE)
-                trial.start()
+                _start_again(trial, deadline_s)
         case Outside.STORE_AWAY:
             away = trial.store_path.with_name("store.away")
             trial.store_path.rename(away)
@@ -69,7 +65,7 @@ def act(outside: Outside, trial: Trial, fault_id: str, deadline_s: float) -> tup
             trial.store_path.unlink()
             away.rename(trial.store_path)
         case Outside.STORE_FULL:
-            filler = trial.store_path / "filler"
+            filler = trial.store_path / FILLER
             _fill(filler)
             trial.drill.release(fault_id)
             _wait_two_snapshots(trial, deadline_s)
@@ -79,18 +75,12 @@ def act(outside: Outside, trial: Trial, fault_id: str, deadline_s: float) -> tup
     return at_s, damaged
 
 
-def agent_pid(trial: Trial) -> int:
-    """The agent of the present worker group, as the journal has it."""
-    found: list[int] = []
-
-    def look() -> bool:
-        found[:] = [e.fields["agent_pid"] for e in trial.events([Kind.INCARNATION_STARTED])]
-        return bool(found)
-
-    trial.wait_for(look, float("inf"))
-    if not found or read_stat(found[-1]) is None:
-        raise DrillError("the agent of the worker group cannot be found", "The journal does not name a living process.")
-    return found[-1]
+def _start_again(trial: Trial, deadline_s: float) -> None:
+    """Starts the supervisor, and waits until it listens to signals: in a soak the next fault may be one."""
+    trial.start()
+    trial.wait_for(
+        lambda: any(e.moment.boot_s >= trial.started_s for e in trial.events([Kind.SUPERVISOR_STARTED])), deadline_s
+    )
 
 
 def _stop(trial: Trial, fault_id: str, deadline_s: float) -> int | None:
@@ -169,8 +159,20 @@ def mount_small(path: Path, size_bytes: int) -> None:
         )
 
 
-def unmount(path: Path) -> None:
-    ctypes.CDLL(None, use_errno=True).umount2(os.fsencode(path), 2)  # MNT_DETACH
+def unmount(path: Path, *, keep: bool) -> None:
+    """Unmounts it again.
+
+    Args:
+        path: where it was mounted.
+        keep: what is in it stays there, as far as there is room, but for what it was filled with.
+    """
+    aside = path.with_name(f"{path.name}.aside")
+    if keep:
+        with contextlib.suppress(OSError, shutil.Error):  # what cannot be copied is not worth the rest
+            shutil.copytree(path, aside, symlinks=True, ignore=shutil.ignore_patterns(FILLER))
+    ctypes.CDLL(None, use_errno=True).umount2(os.fsencode(path), _MNT_DETACH)
+    if aside.is_dir():
+        aside.replace(path)
 
 
 def _fill(path: Path) -> None:

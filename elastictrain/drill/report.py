@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from elastictrain.drill.exercise import Row
+from elastictrain.drill.judge import Row
 from elastictrain.errors import StateDirError
 
 REPORT_JSON = "drill.json"
@@ -55,19 +55,37 @@ def _seconds(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f} s"
 
 
-def as_document(rows: Sequence[Row], about: Mapping[str, Any]) -> dict[str, Any]:
-    """What is saved as JSON: what was drilled, and a row per fault."""
-    return {**about, "holds": all(row.verdict != "fails" for row in rows), "rows": [row.as_plain() for row in rows]}
+def not_held(rows: Sequence[Row], asked: Collection[str]) -> list[str]:
+    """The faults by which a drill as a whole does not hold.
+
+    Args:
+        rows: of all that was drilled.
+        asked: faults that were asked for by name: these may not be refused. Of the others, which came with `all`, one
+            that is refused is neither held nor failed.
+    """
+    return [row.fault for row in rows if row.verdict == "fails" or (row.verdict == "refused" and row.fault in asked)]
 
 
-def save(rows: Sequence[Row], about: Mapping[str, Any], folder: Path) -> tuple[Path, Path]:
+def as_document(rows: Sequence[Row], about: Mapping[str, Any], asked: Collection[str]) -> dict[str, Any]:
+    """What is saved as JSON: what was drilled, and a row per fault. Where `holds` is false, the exit code is not 0.
+
+    Args:
+        rows: of all that was drilled.
+        about: what was drilled.
+        asked: as in `not_held`.
+    """
+    named = {verdict: [row.fault for row in rows if row.verdict == verdict] for verdict in ("fails", "refused")}
+    return {**about, "holds": not not_held(rows, asked), **named, "rows": [row.as_plain() for row in rows]}
+
+
+def save(rows: Sequence[Row], about: Mapping[str, Any], asked: Collection[str], folder: Path) -> tuple[Path, Path]:
     """Writes both files; returns their paths.
 
     Raises:
         StateDirError: the folder cannot be written.
     """
     files = {
-        REPORT_JSON: json.dumps(as_document(rows, about), indent=2) + "\n",
+        REPORT_JSON: json.dumps(as_document(rows, about, asked), indent=2) + "\n",
         REPORT_MARKDOWN: _markdown(rows, about),
     }
     try:

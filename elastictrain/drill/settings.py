@@ -14,6 +14,8 @@ DEFAULT_STEPS = 40
 MIN_STEPS = 8
 """Before the fault there must be a snapshot, after it steps to compare."""
 SNAPSHOTS_PER_DRILL = 8
+KEEP_LAST = 3
+"""Snapshots that a drill keeps at least: there is one to fall back to."""
 NEVER_S = 1e9
 
 
@@ -28,6 +30,7 @@ class DrillJob:
         steps: length of a drill.
         fault_step: after how many steps the fault happens.
         snapshot_every_steps: interval of regular snapshots.
+        keep_last: how many of the newest are kept, at least.
     """
 
     target: str
@@ -36,6 +39,7 @@ class DrillJob:
     steps: int
     fault_step: int
     snapshot_every_steps: int
+    keep_last: int = KEEP_LAST
 
     @property
     def world_size(self) -> int:
@@ -49,6 +53,10 @@ class DrillJob:
     def with_steps(self, steps: int, snapshot_every_steps: int) -> DrillJob:
         """The same, of another length: for a soak."""
         return replace(self, steps=steps, fault_step=steps // 2, snapshot_every_steps=snapshot_every_steps)
+
+    def with_snapshot_of(self, step: int) -> DrillJob:
+        """The same, with a snapshot of this step that is still there at the end."""
+        return replace(self, snapshot_every_steps=step, keep_last=max(KEEP_LAST, self.steps // step + 1))
 
     def arguments(self, state_dir: Path, store: Path, fault: Fault | None) -> list[str]:
         """The command line of `elastictrain` that runs it."""
@@ -66,7 +74,7 @@ class DrillJob:
             "checkpoint.storage_options={}",
             f"checkpoint.every_steps={self.snapshot_every_steps}",
             "checkpoint.auto=false",
-            f"checkpoint.keep_last={max(3, config.checkpoint.keep_last)}",
+            f"checkpoint.keep_last={max(self.keep_last, config.checkpoint.keep_last)}",
             # Every step's loss is compared.
             "metrics.every_steps=1",
             "metrics.tensorboard=false",
@@ -75,6 +83,9 @@ class DrillJob:
             found.append(f"checkpoint.every_s={NEVER_S}")  # the interval is that of steps
         if config.train.max_epochs is not None:
             found.append(f"train.max_epochs={10**9}")  # the length is that of steps
+        if config.elastic.has_peers:
+            # The job itself may run, on this node too: a drill must not turn up among its nodes.
+            found += ['elastic.rendezvous="local"', 'elastic.nodes="1"']
         if config.supervisor.metrics_port is not None:
             found.append("supervisor.metrics_port=0")  # the job itself may run, and have it
         if fault is not None and fault.action is Action.KILL_LOADER and config.data.num_workers == 0:

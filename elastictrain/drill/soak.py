@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +11,13 @@ from statistics import median
 from typing import Any
 
 from elastictrain.armed import ArmedFault
-from elastictrain.core.drill_verdict import Seen, objections
-from elastictrain.core.events import Kind
+from elastictrain.core.drill_verdict import objections
 from elastictrain.core.faults import Expect, Fault, Outside, allowed_steps_lost
 from elastictrain.core.soak import Strike, schedule
-from elastictrain.core.trajectory import survey
 from elastictrain.drill import outside
-from elastictrain.drill.compare import first_difference
-from elastictrain.drill.exercise import Exercise, Reference, Row
+from elastictrain.drill.compare import newest_state
+from elastictrain.drill.exercise import Exercise
+from elastictrain.drill.judge import Evidence, Reference, Row
 from elastictrain.drill.settings import SNAPSHOTS_PER_DRILL, DrillJob
 from elastictrain.drill.trial import Trial
 from elastictrain.errors import UsageError
@@ -33,15 +33,25 @@ class Soaked:
         row: the verdict on all of it: detection and recovery are medians, what was lost is a sum.
         goodput: share of the run's time that was spent on steps that survived.
         strikes: what happened, in order: fault, point, detected_s, recovered_s.
+        drawn: how many there were of each kind.
+        not_drawn: kinds that it could have had as well: a longer soak has them.
     """
 
     row: Row
     goodput: float
     strikes: list[dict[str, Any]]
+    drawn: dict[str, int]
+    not_drawn: list[str]
 
     @property
     def about(self) -> dict[str, Any]:
-        return {"goodput": round(self.goodput, 4), "faults": len(self.strikes), "strikes": self.strikes}
+        return {
+            "goodput": round(self.goodput, 4),
+            "faults": len(self.strikes),
+            "drawn": self.drawn,
+            "not_drawn": self.not_drawn,
+            "strikes": self.strikes,
+        }
 
 
 class Soak:
@@ -132,12 +142,8 @@ class Soak:
     def _judge(
         self, exercise: Exercise, trial: Trial, armed: list[ArmedFault], code: int | None, reference: Reference
     ) -> Soaked:
-        traces = trial.traces()
-        survived = survey(traces, drops_tail_of=exercise.dropped_tail(trial))
-        final = exercise.final_state(trial)
-        difference = (
-            None if final is None else first_difference(reference.lines, trial.step_lines(), reference.final, final)
-        )
+        trial.wait_gone()
+        evidence = Evidence(trial, code, reference, newest_state(trial.durable))
         strikes = []
         for strike, fault in zip(self._strikes, armed, strict=True):
             at_s = trial.drill.fired_at_s(fault.id)
@@ -145,51 +151,34 @@ class Soak:
                 {
                     "fault": strike.fault.name,
                     "injected_at": str(fault.point) if at_s is not None else None,
-                    "detected_s": exercise.detected_s(trial, at_s),
-                    "recovered_s": exercise.recovered_s(traces, at_s),
+                    "detected_s": evidence.detected_s(at_s),
+                    "recovered_s": evidence.recovered_s(at_s),
                 }
             )
         num_missing = sum(strike["injected_at"] is None for strike in strikes)
-        seen = Seen(
-            fired=num_missing < len(strikes),
-            exit_code=code,
-            error=trial.last_words().partition("\n")[0],
-            complete=survived.last_step == self.job.steps,
-            difference=difference,
-            steps_lost=survived.steps_lost,
-            allowed_steps_lost=sum(
-                allowed_steps_lost(
-                    strike.fault,
-                    world_size=self.job.world_size,
-                    snapshot_every_steps=self.job.snapshot_every_steps,
-                )
-                for strike in self._strikes
-            ),
-            samples_repeated=survived.samples_repeated,
-            samples_skipped=survived.samples_skipped,
-            num_restarts=len({trace.incarnation for trace in traces}) - 1,
-            num_incidents=len(trial.events([Kind.INCIDENT_OPENED])),
-            leftovers=trial.leftovers(),
-        )
+        allowed = [
+            allowed_steps_lost(
+                strike.fault, world_size=self.job.world_size, snapshot_every_steps=self.job.snapshot_every_steps
+            )
+            for strike in self._strikes
+        ]
         any_resume = Fault("soak", "", armed[0].action, armed[0].phase, expect=Expect.RESUME)
-        wrong = objections(any_resume, seen)
+        wrong = objections(any_resume, evidence.seen(fired=num_missing < len(strikes), allowed_steps_lost=sum(allowed)))
         if num_missing:
             wrong.append(f"{num_missing} of {len(strikes)} faults did not happen")
-        row = Row(
-            fault="soak",
-            injected_at=f"{len(strikes)} faults over {self.job.steps} steps",
+        goodput = evidence.survived.goodput
+        drawn = dict(Counter(strike.fault.name for strike in self._strikes))
+        not_drawn = [fault.name for fault in self._faults if fault.name not in drawn]
+        remarks = [f"{len(drawn)} of {len(self._faults)} kinds drawn", f"goodput {goodput:.1%}"]
+        row = evidence.row(
+            "soak",
+            f"{len(strikes)} faults over {self.job.steps} steps",
+            [*wrong, *remarks] if wrong else [],
             detected_s=_median(strikes, "detected_s"),
             recovered_s=_median(strikes, "recovered_s"),
-            steps_lost=survived.steps_lost,
-            samples_repeated=survived.samples_repeated,
-            samples_skipped=survived.samples_skipped,
-            bitwise_equal=None if difference is None else not difference,
-            difference=difference or "",
-            verdict="fails" if wrong else "holds",
-            why="; ".join([*wrong, f"goodput {survived.goodput:.1%}"]),
-            folder=str(trial.folder) if wrong else "",
+            remark="; ".join(remarks),
         )
-        return Soaked(row, survived.goodput, strikes)
+        return Soaked(row, goodput, strikes, drawn, not_drawn)
 
 
 def _median(strikes: list[dict[str, Any]], key: str) -> float | None:

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from elastictrain.armed import ArmedFault, DrillDir, boot_clock_s
+from elastictrain.checkpoint.catalog import Candidate, newest_first
 from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.store import Store, open_store
 from elastictrain.core.events import Event
@@ -27,7 +28,7 @@ from elastictrain.drill.settings import DrillJob
 from elastictrain.errors import ElasticTrainError, StorageError
 from elastictrain.procs import adopt_orphans, command_of, reap_orphans
 from elastictrain.protocol import JOURNAL_FILE, METRICS_FILE
-from elastictrain.supervisor.journal import JournalReader
+from elastictrain.supervisor.journal_reader import JournalReader
 
 POLL_S = 0.01
 CLEAR_TIMEOUT_S = 20.0
@@ -75,6 +76,8 @@ class Trial:
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
         self._began_s = 0.0
+        self.started_s = 0.0
+        """When the supervisor was last started, of `boot_clock_s`."""
 
     # ---- its supervisor
 
@@ -82,6 +85,7 @@ class Trial:
         """Starts the supervisor; again, if it has ended. On the main thread, with which it would die (prctl(2))."""
         arguments = self.job.arguments(self.state_dir, self.store_path, self.fault)
         env = {key: value for key, value in os.environ.items() if key != "RUNTIME_DIRECTORY"}
+        self.started_s = boot_clock_s()
         with (self.folder / "stderr.txt").open("ab") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "elastictrain.drill.launch", str(os.getpid()), str(self.state_dir), *arguments],
@@ -189,6 +193,15 @@ class Trial:
         memory = MemoryTier.for_job(memory_path, job=self.job.name, state_dir=self.state_dir)
         return [memory, MemoryTier.staging(self.state_dir)]
 
+    def durable(self) -> list[Candidate]:
+        """All complete snapshots in the store, newest first."""
+        return newest_first(None, self.store())
+
+    def kept(self) -> list[Candidate]:
+        """The same of every tier."""
+        found = [*(c for tier in self.tiers() for c in newest_first(tier, None)), *self.durable()]
+        return sorted(found, key=lambda candidate: -candidate.global_step)
+
     def last_words(self) -> str:
         """What it printed last, for a message."""
         with contextlib.suppress(OSError):
@@ -198,17 +211,27 @@ class Trial:
 
     # ---- the end
 
+    def wait_gone(self) -> frozenset[int]:
+        """Waits, once the supervisor has ended, for what may outlive it: a persister that finishes its snapshot.
+
+        Returns:
+            the processes that are there all the same.
+        """
+        deadline_s = time.monotonic() + CLEAR_TIMEOUT_S
+        pids: frozenset[int] = frozenset()
+        while self.exit_code is not None and (pids := children() - self._others - {self.pid}):
+            if time.monotonic() > deadline_s:
+                break
+            reap_orphans(self._others)
+            time.sleep(POLL_S)
+        return pids
+
     def leftovers(self) -> str:
         """What should be gone by now, where the supervisor has ended by itself, in words: processes; and memory, where
         the run is complete and all of it durable."""
         if self.exit_code is None:
             return ""
-        # A persister may finish its snapshot after its rank.
-        deadline_s = time.monotonic() + CLEAR_TIMEOUT_S
-        while (pids := children() - self._others - {self.pid}) and time.monotonic() < deadline_s:
-            reap_orphans(self._others)
-            time.sleep(POLL_S)
-        found = [f"process {pid} ({' '.join(command_of(pid))})" for pid in sorted(pids)]
+        found = [f"process {pid} ({' '.join(command_of(pid))})" for pid in sorted(self.wait_gone())]
         if self.exit_code == 0:
             found += [str(tier.root) for tier in self.tiers() if tier.root.is_dir() and any(tier.root.iterdir())]
         return ", ".join(found)

@@ -4,8 +4,8 @@ The same client serves etcd and our own store (`server`). Several members, of wh
 request goes to the member that answered last, and from there to the others in turn, each within the time-out. Every
 request may therefore be carried out though it seemed to fail; callers see that by comparing, as ours do.
 
-Calls block: from an event loop, use `asyncio.to_thread`. How long, at worst, `EtcdSettings.call_timeout_s` says; on top
-come the look-up of host names, and further addresses of a name that has several: both are the system's.
+Calls block: from an event loop, use `asyncio.to_thread`. How long, at worst, `EtcdSettings.call_timeout_s` says, and a
+tenth of a second for each member; the look-up of names is part of that (`bounded`).
 
 The gateway is described in etcd's documentation, "gRPC gateway"; the codes are those of gRPC.
 """
@@ -23,6 +23,7 @@ from typing import Any
 import urllib3
 
 from elastictrain.errors import ConfigError
+from elastictrain.kv.bounded import Bounded
 from elastictrain.kv.settings import EtcdSettings
 
 _INVALID_ARGUMENT, _NOT_FOUND, _PERMISSION_DENIED, _UNAUTHENTICATED = 3, 5, 7, 16
@@ -67,6 +68,7 @@ class EtcdClient:
     def __init__(self, settings: EtcdSettings) -> None:
         self._settings = settings
         self._pool = urllib3.PoolManager(maxsize=_MAX_IDLE_CONNECTIONS, retries=False, **_tls(settings))
+        self._members = {endpoint: Bounded() for endpoint in settings.endpoints}
         self._lock = threading.Lock()
         self._preferred = 0  # place in the endpoints of the member that answered last
         self._token: str | None = None
@@ -233,8 +235,8 @@ class EtcdClient:
     def _at(
         self, endpoint: str, method: str, body: dict[str, Any], headers: dict[str, str], timeout_s: float
     ) -> dict[str, Any]:
-        try:
-            response = self._pool.request(
+        def request() -> urllib3.BaseHTTPResponse:
+            return self._pool.request(
                 "POST",
                 f"{endpoint}/v3/{method}",
                 body=json.dumps(body).encode(),
@@ -242,7 +244,10 @@ class EtcdClient:
                 timeout=urllib3.Timeout(total=timeout_s),
                 redirect=False,
             )
-        except urllib3.exceptions.HTTPError as error:
+
+        try:
+            response = self._members[endpoint].carry_out(request, timeout_s)
+        except (urllib3.exceptions.HTTPError, TimeoutError) as error:
             raise EtcdUnavailableError(f"{endpoint}: {_reason(error, timeout_s)}") from None
         try:
             answer = json.loads(response.data)
@@ -277,10 +282,10 @@ def _tls(settings: EtcdSettings) -> dict[str, Any]:
     return {"ssl_context": context}
 
 
-def _reason(error: urllib3.exceptions.HTTPError, timeout_s: float) -> str:
+def _reason(error: Exception, timeout_s: float) -> str:
     if isinstance(error, urllib3.exceptions.NewConnectionError):
         return "connection refused or no such host"
-    if isinstance(error, urllib3.exceptions.TimeoutError):
+    if isinstance(error, urllib3.exceptions.TimeoutError | TimeoutError):
         return f"no answer within {timeout_s:.3g} s"
     return f"{type(error).__name__}: {error}"
 

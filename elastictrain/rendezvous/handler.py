@@ -39,8 +39,8 @@ WARN_EVERY_S = 60.0
 logger = logging.getLogger(__name__)
 
 
-class StoreHostGoneError(RendezvousTimeoutError):
-    """The first node of the round does not serve the round's store: it died, or cannot be reached."""
+class RoundLostError(RendezvousTimeoutError):
+    """The round cannot begin as it is: a node that takes part died, or cannot be reached."""
 
 
 class EtcdRendezvousHandler(DynamicRendezvousHandler):
@@ -71,7 +71,7 @@ class EtcdRendezvousHandler(DynamicRendezvousHandler):
                 self._num_waiting = 0
                 try:
                     return super().next_rendezvous()
-                except StoreHostGoneError as error:
+                except RoundLostError as error:
                     if time.monotonic() >= deadline_s:
                         raise
                     logger.warning("rendezvous begins another round: %s", error)
@@ -106,8 +106,8 @@ class EtcdRendezvousHandler(DynamicRendezvousHandler):
 
     def _get_store(self) -> Store:
         state = self._holder.state
-        round_number = state.round
-        first = min(state.participants, key=lambda node: state.participants[node])
+        round_number, participants = state.round, dict(state.participants)
+        first = min(participants, key=lambda node: participants[node])
         if first == self._this_node:
             store = TCPStore(
                 self._this_node.addr,
@@ -121,8 +121,45 @@ class EtcdRendezvousHandler(DynamicRendezvousHandler):
             self._holder.with_patience(lambda: self._backend.publish_store(round_number, mine))
         else:
             store = self._store_of(first, round_number)
+        self._wait_for_all(store, round_number, participants)
         # The ranks use the same store, and no prefix.
         return PrefixStore(f"elastictrain.agents.{round_number}", store)
+
+    def _wait_for_all(self, store: TCPStore, round_number: int, participants: dict[_NodeDesc, int]) -> None:
+        """Until every node of the round is at its store.
+
+        torch's agents exchange their ranks next, and end when one does not come: the loss of a node while a round is
+        forming would be the end of all others.
+        """
+        here = PrefixStore(f"elastictrain.arrived.{round_number}", store)
+        deadline_s = time.monotonic() + STORE_TIMEOUT_S
+        pause_s = 0.01
+        try:
+            here.set(str(participants[self._this_node]), "here")
+            while not here.check([str(rank) for rank in participants.values()]):
+                missing = self._gone(round_number, participants)
+                if missing or time.monotonic() >= deadline_s:
+                    who = f"node {missing} is gone" if missing else "not all its nodes have come to its store"
+                    raise RoundLostError(f"round {round_number} does not begin: {who}")
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.2)
+        except RuntimeError as error:  # torch's DistError and its kind
+            raise RoundLostError(f"the store of round {round_number} does not answer any more: {error}") from error
+
+    def _gone(self, round_number: int, participants: dict[_NodeDesc, int]) -> _NodeDesc | None:
+        """A node that does not take part in the round any more, as far as can be seen now."""
+        if not self._heartbeat_lock.acquire(blocking=False):
+            return None
+        try:
+            with self._holder.patient_for(0.0):
+                self._holder.sync()
+        except RendezvousError:
+            return None  # not needed, if all come
+        finally:
+            self._heartbeat_lock.release()
+        state = self._holder.state
+        present = state.participants if state.round == round_number else {}
+        return next((node for node in participants if node not in present), None)
 
     def _store_of(self, first: _NodeDesc, round_number: int) -> TCPStore:
         deadline_s = time.monotonic() + STORE_TIMEOUT_S
@@ -133,7 +170,7 @@ class EtcdRendezvousHandler(DynamicRendezvousHandler):
             if found is not None and found.node == repr(first):
                 break
             if time.monotonic() >= deadline_s:
-                raise StoreHostGoneError(
+                raise RoundLostError(
                     f"node {first}, the first of round {round_number}, has not said where its store is"
                 )
             time.sleep(pause_s)
@@ -147,7 +184,7 @@ class EtcdRendezvousHandler(DynamicRendezvousHandler):
                 timeout=timedelta(seconds=STORE_TIMEOUT_S),
             )
         except RuntimeError as error:  # torch's DistError and its kind
-            raise StoreHostGoneError(
+            raise RoundLostError(
                 f"the store of round {round_number} at {found.host}:{found.port} (node {first}) does not answer. "
                 "If this node cannot reach that address, give torchrun --local-addr there."
             ) from error

@@ -1,12 +1,14 @@
 """One node's copy of the rendezvous state, and its judgement of which other nodes still live.
 
-It differs from torch's `_BackendRendezvousStateHolder` in four things:
+It differs from torch's `_BackendRendezvousStateHolder` in five things:
 
 - The state is JSON in the store (`codec`), never pickle.
 - torch calls a node dead when its last heartbeat, by the node's clock, is too old by ours. So clocks that differ kill
   nodes, and after an outage of etcd every node finds all others *and itself* dead, forgets that it takes part, and
   never again hears of a node that waits. Here a node is dead when its heartbeat has stood still while we looked, for
   as long as torch allows; time in which we could not look does not count; and we are never dead to ourselves.
+- torch compares moments that other nodes, or an earlier setting of our own clock, have written with what our clock says
+  now. Here a moment counts from when it was first seen here (`Moments`): clocks may be wrong, and be set.
 - While a round is being joined or closed, an etcd that cannot be reached is waited for.
 - A key that is gone (etcd came back without its data) is written again from the copy.
 """
@@ -18,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import TypeVar
 
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
@@ -73,13 +75,67 @@ class Silence:
         return sorted(node for node, (_, since_s) in self._seen.items() if now_s - since_s >= self._limit_s)
 
 
+class Moments:
+    """What the moments in the state are by this node's clock, for torch's code to compare with it.
+
+    Two of them are compared: the deadline of a round, which the node that made it complete enough has set, and our own
+    last heartbeat, after which the next is due. Both are measured by a clock that nobody sets, from the first look at
+    them. A node that comes later counts the whole last call anew; whoever has set the deadline does not, and ends it.
+
+    Args:
+        last_call_s: between setting a deadline and the deadline.
+        node: this node.
+    """
+
+    def __init__(self, *, last_call_s: float, node: _NodeDesc) -> None:
+        self._last_call_s = last_call_s
+        self._node = node
+        self._deadline = _Moment()
+        self._heartbeat = _Moment()
+
+    def take_in(self, state: _RendezvousState, now_s: float, now: datetime) -> None:
+        """The stored moments become ours."""
+        if state.deadline is not None:
+            state.deadline = self._deadline.take_in(state.deadline, now_s + self._last_call_s, now_s, now)
+        if self._node in state.last_heartbeats:
+            stored = state.last_heartbeats[self._node]
+            state.last_heartbeats[self._node] = self._heartbeat.take_in(stored, now_s, now_s, now)
+
+    def give_out(self, state: _RendezvousState) -> None:
+        """Those that torch did not change since become what they were in the store: others count from that."""
+        if state.deadline is not None:
+            state.deadline = self._deadline.give_out(state.deadline)
+        if self._node in state.last_heartbeats:
+            state.last_heartbeats[self._node] = self._heartbeat.give_out(state.last_heartbeats[self._node])
+
+
+class _Moment:
+    """One of them: as stored, as ours, and when that is by the clock that nobody sets."""
+
+    def __init__(self) -> None:
+        self._stored: datetime | None = None
+        self._ours: datetime | None = None
+        self._at_s = 0.0
+
+    def take_in(self, stored: datetime, at_s: float, now_s: float, now: datetime) -> datetime:
+        if stored != self._stored:
+            self._stored, self._at_s = stored, at_s
+        self._ours = now + timedelta(seconds=self._at_s - now_s)
+        return self._ours
+
+    def give_out(self, moment: datetime) -> datetime:
+        return self._stored if self._stored is not None and moment == self._ours else moment
+
+
 class EtcdStateHolder(_RendezvousStateHolder):
     """What torch's rendezvous operations read and change, kept in step with etcd.
 
     Args:
         backend: where the state is.
-        settings: torch's, for the keep-alive limits.
+        settings: torch's, for the keep-alive limits and the last call.
         node: this node.
+        clock: seconds that only go forward.
+        wall: what torch's code takes for the time.
     """
 
     def __init__(
@@ -88,12 +144,15 @@ class EtcdStateHolder(_RendezvousStateHolder):
         settings: RendezvousSettings,
         node: _NodeDesc,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         interval_s = settings.keep_alive_interval.total_seconds()
         self._backend = backend
         self._settings = settings
         self._node = node
         self._clock = clock
+        self._wall = wall
+        self._moments = Moments(last_call_s=settings.timeout.last_call.total_seconds(), node=node)
         self._state = _RendezvousState()
         self._token: int | None = None
         self._dirty = False
@@ -114,11 +173,12 @@ class EtcdStateHolder(_RendezvousStateHolder):
     @contextmanager
     def patient_for(self, duration_s: float) -> Iterator[None]:
         """Within it, `sync` in this thread waits so long for an etcd that cannot be reached."""
+        before = getattr(self._patience, "until_s", None)
         self._patience.until_s = self._clock() + duration_s
         try:
             yield
         finally:
-            self._patience.until_s = None
+            self._patience.until_s = before
 
     def sync(self) -> bool | None:
         """Writes the copy if it was changed, or reads it anew.
@@ -131,6 +191,9 @@ class EtcdStateHolder(_RendezvousStateHolder):
             RendezvousStateError: the key holds something else.
         """
         if not self._dirty and self._synced_s is not None and self._clock() - self._synced_s < CACHE_S:
+            # The clock may have been set since the last look.
+            self._moments.give_out(self._state)
+            self._moments.take_in(self._state, self._clock(), self._wall())
             return None
         return self.with_patience(self._sync)
 
@@ -160,6 +223,7 @@ class EtcdStateHolder(_RendezvousStateHolder):
     def _sync(self) -> bool | None:
         has_set: bool | None = None
         found: tuple[bytes, int] | None
+        self._moments.give_out(self._state)
         if self._dirty:
             mine = encode(self._state)
             answer = self._backend.set_state(mine, self._token)
@@ -176,6 +240,7 @@ class EtcdStateHolder(_RendezvousStateHolder):
             self._token = found[1]
         self._dirty = False
         self._synced_s = self._clock()
+        self._moments.take_in(self._state, self._synced_s, self._wall())
         self._drop_the_dead()
         return has_set
 

@@ -34,7 +34,7 @@ from elastictrain.errors import (
 )
 from elastictrain.supervisor import address, kept_files
 from elastictrain.supervisor.commands import Commands
-from elastictrain.supervisor.journal import as_json
+from elastictrain.supervisor.journal_reader import as_json
 from elastictrain.supervisor.metrics import CONTENT_TYPE, render_metrics
 from elastictrain.supervisor.record import Record
 

@@ -5,13 +5,10 @@ alone training: `append` only puts the event into memory. What cannot be written
 can be; if that takes too long the oldest is dropped, and the journal says so itself. A file that is damaged is set
 aside under another name, and a new one begun with what memory still has.
 
-    journal.db    table events(id, time_s, boot_s, boot_id, kind, fields); WAL, so that readers never block the writer
-
 An event's id is the microsecond at which it was appended, or one more than the id before: ids go on over restarts, and
 over a file that was set aside, without asking the file.
 
-The size is bounded. Of the kinds that a run repeats for ever (`THINNED`), every second one of the older half goes when
-there are too many; of the rest, the oldest.
+What the file holds is in `journal_file`, how others read it in `journal_reader`.
 """
 
 from __future__ import annotations
@@ -20,18 +17,17 @@ import contextlib
 import json
 import sqlite3
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from elastictrain.core.events import Event, Kind, Moment
+from elastictrain.core.events import Event, Moment
 from elastictrain.core.finite import finite
 from elastictrain.core.status import JournalHealth
-from elastictrain.errors import StorageError
+from elastictrain.supervisor.clock import read_clock
+from elastictrain.supervisor.journal_file import JournalFile, is_damage, row_of, set_aside
 
-THINNED = frozenset({Kind.PROGRESS, Kind.SNAPSHOT_TAKEN, Kind.SNAPSHOT_DURABLE, Kind.EVALUATED})
 MAX_PER_THINNED_KIND = 2_000
 MAX_OTHERS = 5_000
 RECENT = 2_048
@@ -40,38 +36,7 @@ MAX_PENDING = 10_000
 """Events kept in memory until they can be written."""
 MAX_FIELDS_BYTES = 64 * 1024
 """Longer fields of an event are left out."""
-_CHECK_EVERY = 500
-"""Events written between two looks at the size."""
 _RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS events (
-    id INTEGER PRIMARY KEY,
-    time_s REAL NOT NULL,
-    boot_s REAL NOT NULL,
-    boot_id TEXT NOT NULL,
-    kind TEXT NOT NULL,
-    fields TEXT NOT NULL
-) STRICT;
-CREATE INDEX IF NOT EXISTS events_by_kind ON events (kind, id);
-"""
-
-
-def read_clock() -> Moment:
-    """Now."""
-    return Moment(time.time(), time.clock_gettime(time.CLOCK_BOOTTIME), _boot_id())
-
-
-def _boot_id() -> str:
-    if not _boot:
-        try:
-            _boot.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        except OSError:
-            _boot.append("")
-    return _boot[0]
-
-
-_boot: list[str] = []
 
 
 class Journal:
@@ -94,8 +59,7 @@ class Journal:
     ) -> None:
         self.path = path
         self._clock = clock
-        self._max_per_thinned_kind = max_per_thinned_kind
-        self._max_others = max_others
+        self._file = JournalFile(path, max_per_thinned_kind=max_per_thinned_kind, max_others=max_others)
         self._changed = threading.Condition()
         self._recent: deque[Event] = deque(maxlen=RECENT)
         self._pending: deque[Event] = deque()
@@ -106,8 +70,6 @@ class Journal:
         """Dropped since the last successful write."""
         self._set_aside = ""
         self._closing = False
-        self._written_since_check = 0
-        self._connection: sqlite3.Connection | None = None
         self._thread = threading.Thread(target=self._write_all, name="journal", daemon=True)
         self._thread.start()
 
@@ -173,23 +135,24 @@ class Journal:
                 if self._closing and (failures or not self._pending):
                     break
             try:
-                self._write(self._connect())
+                self._write()
                 failures = 0
             except (sqlite3.Error, OSError) as error:
                 failures += 1
                 self._failed(error)
-        self._disconnect()
+        self._file.close()
 
-    def _write(self, connection: sqlite3.Connection) -> None:
+    def _write(self) -> None:
+        newest = self._file.open()
+        if newest is not None:
+            self._stay_after(newest)
         with self._changed:
             batch, gap = list(self._pending), self._gap
-        rows = [_row(event) for event in batch]
+        rows = [row_of(event) for event in batch]
         if gap and rows:
             # The gap is where the oldest that is left begins; its own id must be free.
             rows.insert(0, (batch[0].id - 1, *rows[0][1:4], "journal_gap", json.dumps({"dropped": gap})))
-        with connection:
-            connection.executemany("INSERT OR IGNORE INTO events VALUES (?, ?, ?, ?, ?, ?)", rows)
-        self._written_since_check += len(rows)
+        self._file.write(rows)
         with self._changed:
             last = batch[-1].id if batch else 0
             while self._pending and self._pending[0].id <= last:
@@ -197,19 +160,14 @@ class Journal:
             self._gap -= gap
             self._health = JournalHealth()
             self._changed.notify_all()
-        if self._written_since_check >= min(_CHECK_EVERY, self._max_per_thinned_kind, self._max_others):
-            self._written_since_check = 0
-            self._thin(connection)
-            self._check()
+        self._file.tend()
 
     def _failed(self, error: sqlite3.Error | OSError) -> None:
         reason = f"{self.path}: {error}"
-        # The connection is given up in any case: after an I/O error, or where the file was replaced under it, it
-        # would go on failing, or write where nobody reads.
-        self._disconnect()
-        if _is_damage(error):
+        self._file.close()
+        if is_damage(error):
             with contextlib.suppress(OSError):
-                name = _set_aside(self.path)
+                name = set_aside(self.path)
                 self._set_aside = f"a damaged journal was set aside as {name}: {error}"
                 with self._changed:
                     if len(self._recent) > len(self._pending):
@@ -217,24 +175,6 @@ class Journal:
                 self.append("journal_set_aside", {"name": name, "reason": str(error)})
         with self._changed:
             self._health = JournalHealth(state="degraded", reason=reason)
-
-    def _connect(self) -> sqlite3.Connection:
-        if self._connection is not None and not self.path.exists():
-            self._disconnect()  # deleted under us
-        if self._connection is None:
-            connection = sqlite3.connect(self.path, timeout=5.0, check_same_thread=False)
-            try:
-                connection.execute("PRAGMA journal_mode=WAL")
-                connection.execute("PRAGMA synchronous=NORMAL")
-                connection.execute("PRAGMA journal_size_limit=4194304")
-                connection.executescript(_SCHEMA)
-                newest = connection.execute("SELECT max(id) FROM events").fetchone()[0] or 0
-            except BaseException:
-                connection.close()
-                raise
-            self._connection = connection
-            self._stay_after(int(newest))
-        return self._connection
 
     def _stay_after(self, newest: int) -> None:
         """Ids go on even where the clock was set back between two supervisors."""
@@ -249,145 +189,6 @@ class Journal:
             kept = [event for event in self._recent if event.id not in pending]
             self._pending = deque(shifted)
             self._recent = deque([*kept, *shifted], maxlen=RECENT)
-
-    def _thin(self, connection: sqlite3.Connection) -> None:
-        kinds = ", ".join("?" * len(THINNED))
-        with connection:
-            for kind in THINNED:
-                count = connection.execute("SELECT count(*) FROM events WHERE kind = ?", (kind,)).fetchone()[0]
-                if count > self._max_per_thinned_kind:
-                    connection.execute(
-                        "DELETE FROM events WHERE id IN (SELECT id FROM (SELECT id, row_number() OVER (ORDER BY id) "
-                        "AS n FROM events WHERE kind = ?) WHERE n <= ? AND n % 2 = 0)",
-                        (kind, count // 2 + 1),
-                    )
-            others = f"SELECT id FROM events WHERE kind NOT IN ({kinds}) ORDER BY id DESC LIMIT -1 OFFSET ?"
-            connection.execute(f"DELETE FROM events WHERE id IN ({others})", (*THINNED, self._max_others))
-
-    def _check(self) -> None:
-        """Reads the file as others do. The connection that writes would not notice damage under its cached pages."""
-        checker = sqlite3.connect(self.path, timeout=5.0)
-        try:
-            found = checker.execute("PRAGMA quick_check(1)").fetchone()[0]
-        finally:
-            checker.close()
-        if found != "ok":
-            raise _DamageFoundError(found)
-
-    def _disconnect(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            with contextlib.suppress(sqlite3.Error):
-                connection.close()
-
-
-class JournalReader:
-    """The readers' end: any number, in any process, with or without a supervisor.
-
-    Args:
-        path: the file; need not exist.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def read(self, since: int = 0, kinds: Collection[str] = (), last: int | None = None) -> list[Event]:
-        """Events after the id `since`, in order; none if there is no journal.
-
-        Args:
-            since: an id.
-            kinds: only these; empty for all.
-            last: only so many, the newest.
-
-        Raises:
-            StorageError: the file is there and cannot be read.
-        """
-        with self._opened() as connection:
-            return [] if connection is None else _select(connection, since, kinds, last)
-
-    def follow(self, since: int = 0, kinds: Collection[str] = (), poll_s: float = 0.2) -> Iterator[list[Event]]:
-        """Batches of events after `since`, for ever; empty ones while there is nothing new.
-
-        Raises:
-            StorageError: as `read`.
-        """
-        while True:
-            batch = self.read(since, kinds)
-            if batch:
-                since = batch[-1].id
-            yield batch
-            if not batch:
-                time.sleep(poll_s)
-
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[sqlite3.Connection | None]:
-        if not self.path.exists():
-            yield None
-            return
-        try:
-            connection = self._connect()
-            try:
-                yield connection
-            finally:
-                connection.close()
-        except (sqlite3.Error, OSError) as error:
-            raise StorageError(
-                f"the journal {self.path} cannot be read: {error}",
-                "A running supervisor sets a damaged journal aside and begins a new one.",
-            ) from error
-
-    def _connect(self) -> sqlite3.Connection:
-        address = self.path.absolute().as_uri()
-        connection = sqlite3.connect(f"{address}?mode=ro", uri=True, timeout=2.0)
-        try:
-            connection.execute("SELECT id FROM events LIMIT 1").fetchone()
-            return connection
-        except sqlite3.OperationalError as error:
-            if "no such table" in str(error):
-                return connection
-            connection.close()
-            # A reader of a WAL file must be able to make its index. Where the folder is read-only and no writer has
-            # made one, there is no writer, and the file can be read as it is.
-            if self.path.with_name(self.path.name + "-wal").exists() or "locked" in str(error):
-                raise
-            return sqlite3.connect(f"{address}?mode=ro&immutable=1", uri=True)
-        except BaseException:
-            connection.close()
-            raise
-
-
-def _select(connection: sqlite3.Connection, since: int, kinds: Collection[str], last: int | None) -> list[Event]:
-    where, values = "id > ?", [since, *kinds]
-    if kinds:
-        where += f" AND kind IN ({', '.join('?' * len(kinds))})"
-    limit = -1 if last is None else last
-    try:
-        rows = connection.execute(f"SELECT * FROM events WHERE {where} ORDER BY id DESC LIMIT ?", (*values, limit))
-        return [_event(row) for row in rows][::-1]
-    except sqlite3.OperationalError as error:
-        if "no such table" in str(error):
-            return []  # a file that its writer has only just made
-        raise
-
-
-def _row(event: Event) -> tuple[int, float, float, str, str, str]:
-    m = event.moment
-    return event.id, m.time_s, m.boot_s, m.boot_id, event.kind, json.dumps(event.fields, allow_nan=False)
-
-
-def _event(row: tuple[Any, ...]) -> Event:
-    number, time_s, boot_s, boot_id, kind, text = row
-    try:
-        fields = json.loads(text)
-    except ValueError:
-        fields = {}
-    return Event(number, Moment(time_s, boot_s, boot_id), kind, fields if isinstance(fields, dict) else {})
-
-
-def as_json(event: Event) -> dict[str, Any]:
-    """An event for machines: its own keys first, its fields beside them."""
-    own = {"id": event.id, "time_s": round(event.moment.time_s, 6), "event": event.kind}
-    return {**own, **{key: value for key, value in event.fields.items() if key not in own}}
 
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -406,31 +207,3 @@ def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shifted(event: Event, shift: int) -> Event:
     return Event(event.id + shift, event.moment, event.kind, event.fields)
-
-
-class _DamageFoundError(sqlite3.DatabaseError):
-    """A check found what no statement has met yet."""
-
-
-def _is_damage(error: Exception) -> bool:
-    if isinstance(error, _DamageFoundError):
-        return True
-    code = getattr(error, "sqlite_errorcode", None)
-    primary = code & 0xFF if isinstance(code, int) else None
-    return primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-
-
-def _set_aside(path: Path) -> str:
-    """Renames a damaged file, and what belongs to it; returns its new name."""
-    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-    target = path.with_name(f"{path.name}.damaged-{stamp}")
-    number = 1
-    while target.exists():
-        number += 1
-        target = path.with_name(f"{path.name}.damaged-{stamp}-{number}")
-    path.rename(target)
-    for suffix in ("-wal", "-shm"):
-        companion = path.with_name(path.name + suffix)
-        with contextlib.suppress(FileNotFoundError):
-            companion.rename(target.with_name(target.name + suffix))
-    return target.name

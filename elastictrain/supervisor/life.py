@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from elastictrain.cgroups import group_of
 from elastictrain.config.schema import JobConfig
 from elastictrain.core.liveness import (
     Limits,
@@ -43,15 +44,15 @@ from elastictrain.supervisor.incarnation import Incarnation, see_off
 from elastictrain.supervisor.launcher import Launcher
 from elastictrain.supervisor.output import Line, RankOutput
 from elastictrain.supervisor.settings import STOP_GRACE_S, limits_of, stop_timeout_s
-from elastictrain.supervisor.watch import Watch, has_left_early, process_state
+from elastictrain.supervisor.watch import NS_PER_S, Watch, has_left_early, process_state
 
 POLL_S = 0.2
 """Between two looks at the ranks."""
 DUE_MARGIN_S = 0.002
 """How much after the end of a rank's limit it is looked at."""
 READ_COST_S = 0.002
-"""With many ranks, records are read whole at most once in this much time per rank: 512 ranks, once a second. In
-between, a glance at when they moved is enough."""
+"""With many ranks, records are read at most once in this much time per rank: 512 ranks, once a second; sooner only when
+a rank may be over its limit."""
 LEAVE_CHECK_S = 0.5
 """How often to look whether a rank has left, while one stands still."""
 LOOK_AGAIN_S = 5.0
@@ -140,12 +141,15 @@ class Life:
         self._outputs = [RankOutput(incarnation.run_dir, i, on_line) for i in range(incarnation.num_ranks)]
         self._woken = asyncio.Event()
         self._read_at_s = float("-inf")
-        self._due_s = float("inf")
+        self._judged_s = float("-inf")
+        self._due_s = float("-inf")
+        """Until then, whoever has not moved since `_judged_s` is within its limit."""
         self._look_again_s = float("-inf")
         self._leave_checked_s = float("-inf")
         self._failing_since_s: float | None = None
         self._stop_asked_s: float | None = None
         self._group_killed = False
+        self._waits_at_step: int | None = None
         self._killed: dict[int, str] = {}
         self._torn_down: set[int] = set()
         self._left: set[int] = set()
@@ -165,6 +169,12 @@ class Life:
         """Every rank of this node has done a step."""
         beats = self.heartbeats.values()
         return bool(beats) and all(beat is not None and beat.steps_done >= 1 for beat in beats)
+
+    @property
+    def cgroup(self) -> str | None:
+        """The control group of its processes, if they are in one."""
+        group = group_of(self.incarnation.run_dir)
+        return str(group) if group is not None else None
 
     def cpu_percent(self, pid: int) -> float:
         return self._watch.cpu_percent(pid)
@@ -300,28 +310,35 @@ class Life:
 
     def _pause_s(self, now_s: float) -> float:
         """Until the next look: one that finds a rank over its limit comes just when it is."""
-        until_due_s = self._due_s - now_s + DUE_MARGIN_S
+        until_due_s = self._clear_until_s - now_s + DUE_MARGIN_S
         return until_due_s if 0 < until_due_s < POLL_S else POLL_S
+
+    @property
+    def _clear_until_s(self) -> float:
+        """Until then nobody can be over its limit: who has moved since it was judged has at least the shortest."""
+        return min(self._due_s, self._judged_s + shortest_limit_s(self._limits, self._times.longest_s))
 
     async def _look(self, now_s: float) -> None:
         self._enforce_stop(now_s)
-        if now_s - self._read_at_s < READ_COST_S * self.incarnation.num_ranks:
-            shortest_s = shortest_limit_s(self._limits, self._times.longest_s)
-            if self._failing_since_s is None and not self._watch.any_stands_still(now_s - shortest_s):
-                return
+        is_due = now_s >= self._clear_until_s or self._failing_since_s is not None
+        if not is_due and now_s - self._read_at_s < READ_COST_S * self.incarnation.num_ranks:
+            return
         self._read_at_s = now_s
         self.heartbeats = self._watch.heartbeats()
-        seen = [rank for rank in self._watch.seen(self.heartbeats) if rank.rank not in self._left]
-        self._times.observe(seen)
+        self._times.observe(b.longest_step_ns / NS_PER_S for b in self.heartbeats.values() if b is not None)
         self._on_look(self)
-        if self._failing_since_s is None and self._somebody_left(seen, now_s):
+        if self._failing_since_s is None and self._somebody_left(now_s):
             self._failing_since_s = now_s
+        if not is_due and self._failing_since_s is None:
+            return
+        seen = [rank for rank in self._watch.seen(self.heartbeats) if rank.rank not in self._left]
         if self._failing_since_s is not None:
             self._tear_down(seen, now_s)
             return
         if seen and now_s >= self._look_again_s:
             verdict = self._judge(seen, now_s)
-            self._due_s = now_s + min(rank.limit_s - rank.stood_still_s for rank in verdict.ranks)
+            self._judged_s = now_s
+            self._due_s = now_s + verdict.slack_s
             if verdict.is_over_limit:
                 await self._examine(seen)
 
@@ -334,9 +351,14 @@ class Life:
             world_size=self.incarnation.group.world_size,
         )
 
-    def _somebody_left(self, seen: list[RankSeen], now_s: float) -> bool:
+    def _somebody_left(self, now_s: float) -> bool:
         """Whether a rank is gone before its end, or all are: what is left has `teardown_timeout_s` from now on."""
-        oldest_s = min((rank.moved_s for rank in seen), default=float("-inf"))
+        moved_s = [
+            beat.moved_ns / NS_PER_S if beat is not None else self.started_s
+            for rank, beat in self.heartbeats.items()
+            if rank not in self._left
+        ]
+        oldest_s = min(moved_s, default=float("-inf"))
         if now_s - self._leave_checked_s < LEAVE_CHECK_S or now_s - oldest_s < LEAVE_CHECK_S:
             return False
         self._leave_checked_s = now_s
@@ -383,6 +405,8 @@ class Life:
         now_s = time.monotonic()
         self._left |= {rank.rank for rank in looked if has_left(rank)}
         verdict = self._judge(looked, now_s)
+        if verdict.elsewhere:
+            self._tell_elsewhere(verdict, looked)
         if not verdict.culprits:
             self._look_again_s = now_s + min(LOOK_AGAIN_S, min(v.limit_s for v in verdict.ranks) / 4)
             return
@@ -391,6 +415,19 @@ class Life:
         for culprit in verdict.culprits:
             self._kill_culprit(culprit, pids)
         self._failing_since_s = now_s
+
+    def _tell_elsewhere(self, verdict: Verdict, looked: list[RankSeen]) -> None:
+        """Says once, of every standstill, that this node can only wait."""
+        step = max(rank.step for rank in looked)
+        if step != self._waits_at_step:
+            self._waits_at_step = step
+            self._emit(
+                "culprit_elsewhere",
+                incarnation=self.incarnation.number,
+                ranks=[waiting.rank for waiting in verdict.ranks],
+                step=step,
+                stood_still_s=round(min(waiting.stood_still_s for waiting in verdict.ranks), 3),
+            )
 
     def _pids(self) -> dict[int, int]:
         """Processes of the ranks; of those without a heartbeat, the agent's children that say which rank they are."""

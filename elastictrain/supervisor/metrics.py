@@ -81,6 +81,14 @@ class _StatusCollector(Collector):
                 age.add_metric([self._status.job, tier], snapshot.age_s)
         yield step
         yield age
+        failing = GaugeMetricFamily(
+            "elastictrain_store_error_seconds",
+            "Time since the durable tier fails; 0 if it works",
+            labels=["job"],
+        )
+        error = self._status.snapshots.store_error
+        failing.add_metric([self._status.job], error.lasts_s if error is not None else 0.0)
+        yield failing
 
     def _ranks(self) -> Iterator[Metric]:
         fields = {

@@ -20,8 +20,8 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from typing import TypeVar
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from pydantic import TypeAdapter, ValidationError
@@ -73,12 +73,14 @@ class _Record:
         turn: counts up.
         about: what it says of itself.
         ranks: for show.
+        news: the last that rank zero has said of each kind, where it is on this node.
     """
 
     life: str
     turn: int
     about: Node
     ranks: tuple[RankView, ...] = ()
+    news: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 _RECORD = TypeAdapter(_Record)
@@ -178,6 +180,7 @@ class Muster:
         self._lease_renewed_s = float("-inf")
         self._others: dict[str, _Record] = {}
         self._living: list[Node] = []
+        self._news: dict[str, dict[str, Any]] = {}
         self._plan = remembered
         self._remember = remember
         self._plan_revision = 0
@@ -401,7 +404,9 @@ class Muster:
         self._turn += 1
         orders = self._orders
         assert orders is not None
-        record = _Record(self._life, self._turn, self._about(), tuple(orders.rank_views()))
+        has_rank_zero = self._mine is not None and self._mine.place_of(self._me.node) == 0
+        news = orders.news() if has_rank_zero else {}
+        record = _Record(self._life, self._turn, self._about(), tuple(orders.rank_views()), news)
         value = json.dumps(asdict(record)).encode()
         began_s = self._clock()
         found = await self._in_thread(lambda: self._exchange(value))
@@ -454,6 +459,8 @@ class Muster:
         self._living = [self._about()] + [
             record.about for name, record in others.items() if self._sightings.silent_s(name, now_s) < self._timeout_s
         ]
+        if self._mine is not None and (first := others.get(self._mine.members[0].node)) is not None:
+            self._hear_news(first.news)
         ready = frozenset(node.node for node in self._living if node.standing is Standing.READY)
         if ready != self._ready[0]:
             self._ready = (ready, now_s)
@@ -474,7 +481,7 @@ class Muster:
                 found = replace(found, may_be_outdated=False)
             self._know(found)
             return
-        if self._is_plan_stored:
+        if self._is_plan_stored and self._has_looked:
             self._emit("store_lost_data", attempt=known.attempt)
         self._is_plan_stored = False
         self._know(replace(known, may_be_outdated=not is_sure))
@@ -484,6 +491,13 @@ class Muster:
         if plan != self._plan:
             self._plan = plan
             self._remember(plan)
+
+    def _hear_news(self, news: Mapping[str, dict[str, Any]]) -> None:
+        """What rank zero says, every node keeps: whoever asks, and whoever is left, knows how far the job was."""
+        for kind, fields in news.items():
+            if self._news.get(kind) != fields:
+                self._news[kind] = fields
+                self._emit(kind, **fields)
 
     async def _act(self, orders: Orders, now_s: float) -> None:
         if self._plan is not None and not self._is_plan_stored:

@@ -14,7 +14,9 @@ from elastictrain.core.status import JournalHealth, Status, SupervisorView
 from elastictrain.core.summary import advance, describe, fold
 from elastictrain.errors import StorageError
 from elastictrain.protocol import JOURNAL_FILE
-from elastictrain.supervisor.journal import Journal, JournalReader, read_clock
+from elastictrain.supervisor.clock import read_clock
+from elastictrain.supervisor.journal import Journal
+from elastictrain.supervisor.journal_reader import JournalReader
 
 
 class Record:

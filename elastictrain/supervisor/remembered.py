@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 from elastictrain.config.schema import JobConfig
@@ -19,11 +20,12 @@ class Said:
 
     Args:
         config: of the job.
+        data: what they have said to an earlier supervisor about their data, see `data`.
     """
 
-    def __init__(self, config: JobConfig) -> None:
+    def __init__(self, config: JobConfig, data: Mapping[str, int] | None = None) -> None:
         self._config = config
-        self._start: dict[str, Any] = {}
+        self._start: dict[str, Any] = dict(data or {})
         self._devices: dict[int, str] = {}
         self.durable_step = -1
         """The newest step that is durable; -1 before any."""
@@ -47,13 +49,24 @@ class Said:
     def world_size(self) -> int:
         return int(self._start.get("world_size", self._config.elastic.nproc_per_node))
 
+    @property
+    def data(self) -> dict[str, int]:
+        """What it takes to tell which samples a step holds; empty while nobody has said it."""
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            return {name: int(self._start[name]) for name in ("samples", "global_batch_size")}
+        return {}
+
     def samples_in_step(self, step: int) -> str:
         """In words; empty while nobody has said how much data there is."""
-        try:
-            length, global_batch_size = int(self._start["samples"]), int(self._start["global_batch_size"])
-        except (KeyError, TypeError, ValueError):
+        data = self.data
+        if not data:
             return ""
-        return samples_in_step(self._config, step=step, length=length, global_batch_size=global_batch_size)
+        length, global_batch_size = data["samples"], data["global_batch_size"]
+        with contextlib.suppress(
+            Exception
+        ):  # said before the job file was changed, it may not fit: no diagnosis for that
+            return samples_in_step(self._config, step=step, length=length, global_batch_size=global_batch_size)
+        return ""
 
     def rank_views(self, life: Life, now_s: float) -> tuple[RankView, ...]:
         """The ranks of this node at one moment."""

@@ -29,6 +29,7 @@ def limits_of(config: JobConfig) -> Limits:
         eval_s=or_default(s.eval_timeout_s),
         snapshot_s=or_default(s.snapshot_timeout_s),
         exit_s=s.exit_timeout_s,
+        collective_s=config.elastic.process_group_timeout_s,
     )
 
 

@@ -21,10 +21,12 @@ from typing import Any
 from elastictrain import __version__
 from elastictrain.config.schema import JobConfig
 from elastictrain.core import lifecycle
+from elastictrain.core.events import Kind
 from elastictrain.core.lifecycle import State, Trigger
 from elastictrain.core.liveness import StepTimes
 from elastictrain.core.membership import Standing
-from elastictrain.core.policy import Cause, CauseKind, Failure, Halt, classify, decide
+from elastictrain.core.past import Past, furthest_step
+from elastictrain.core.policy import Cause, CauseKind, Failure, Halt, Restart, classify, decide
 from elastictrain.core.status import RankView, SupervisorView
 from elastictrain.errors import BusyError, ElasticTrainError, HaltError, IllegalTransitionError, StorageError
 from elastictrain.procs import adopt_orphans
@@ -38,11 +40,27 @@ from elastictrain.supervisor.settings import budget_of
 from elastictrain.supervisor.team import Alone, Assignment, Team
 
 FORWARDED = frozenset(
-    {"restored", "progress", "snapshot_taken", "snapshot_at_failure", "snapshot_durable", "evaluated"}
+    {
+        Kind.RESTORED,
+        Kind.PROGRESS,
+        Kind.SNAPSHOT_TAKEN,
+        Kind.SNAPSHOT_AT_FAILURE,
+        Kind.SNAPSHOT_DURABLE,
+        Kind.SNAPSHOT_LEFT_OUT,
+        Kind.SNAPSHOT_FAILED,
+        Kind.PERSISTER_RETRYING,
+        Kind.PERSISTER_STALLED,
+        Kind.PERSISTER_FAILED,
+        Kind.STORE_RETRYING,
+        Kind.EVALUATED,
+    }
 )
 """Events of the ranks that are kept as they come."""
+OF_ALL_NODES = frozenset({"progress", "snapshot_taken", "snapshot_durable", "evaluated"})
+"""Those of them that rank zero says for all: other nodes keep them as well."""
 SHOWN = {
     "incident_opened": "error",
+    "culprit_elsewhere": "warning",
     "rank_killed": "warning",
     "incarnation_ended": "warning",
     "restart_planned": "warning",
@@ -89,6 +107,7 @@ class Supervisor:
         show: gets every line of the ranks, and what the supervisor has to say.
         stay_up: after a halt, wait for `resume` or `stop` rather than end. A job that was halted before its ranks ever
             trained ends all the same: its service has failed to start, and somebody waits to hear that.
+        past: what an earlier supervisor's journal says. Failures count on, its own death among them.
     """
 
     def __init__(
@@ -101,6 +120,7 @@ class Supervisor:
         sink: EventSink | None = None,
         show: Callable[[Line], None] = lambda _line: None,
         stay_up: bool = False,
+        past: Past | None = None,
     ) -> None:
         self._config = config
         self._prepare = prepare
@@ -115,9 +135,12 @@ class Supervisor:
         self._number = 0
         self._attempt: str | None = None
         self._world_size: int | None = None
+        self._announced = 0
+        """The incarnation of which a rank has said with what it began to train."""
         self._times = StepTimes()
         self._budget = budget_of(config)
-        self._failures: list[Failure] = []
+        self._past = past if past is not None else Past()
+        self._failures: list[Failure] = list(self._past.counted(time.monotonic()))
         self._outcome: dict[str, Any] | None = None
         self._error: ElasticTrainError | None = None
         self._restart_reason: str | None = None
@@ -125,7 +148,8 @@ class Supervisor:
         self._changed = asyncio.Event()
         self._num_signals = 0
         self._furthest: int | None = None
-        self._said = Said(config)
+        self._said = Said(config, self._past.data)
+        self._news: dict[str, dict[str, Any]] = {}
         self._snapshot_wanted = False
         self._launcher = Launcher(
             state_dir, fork=config.elastic.fast_restart, grace_s=config.supervisor.teardown_timeout_s
@@ -143,7 +167,12 @@ class Supervisor:
         adopt_orphans()
         self._catch_signals()
         await clear_away(self._state_dir, grace_s=self._config.supervisor.teardown_timeout_s)
-        self.emit("supervisor_started", pid=os.getpid(), version=__version__)
+        left = self._past.left
+        self.emit("supervisor_started", pid=os.getpid(), version=__version__, **(left.as_fields if left else {}))
+        if self._failures and isinstance(decision := self._decide(), Halt):
+            # They ended the supervisors before this one, which could not say so.
+            self._halt(decision)
+            return Ending(self._state, self._reason, None, self._error)
         self._launcher.open()
         try:
             await self._team.open(self)
@@ -290,36 +319,33 @@ class Supervisor:
 
     def _failed(self, cause: Cause, end: LifeEnd | None, reports: list[ElasticTrainError] | None = None) -> None:
         """Takes note of a failure and decides what follows."""
-        now_s = time.monotonic()
         reached = end.failed_step if end is not None else self._furthest or 0
-        furthest_before = max((failure.reached_step for failure in self._failures), default=-1)
         self._failures.append(
             Failure(
-                at_s=now_s,
+                at_s=time.monotonic(),
                 reached_step=reached,
                 began_step=end is not None and end.began_step,
-                progressed=reached > furthest_before,
+                progressed=reached > furthest_step(self._failures),
                 cause=cause,
             )
         )
-        decision = decide(
-            self._failures,
-            self._budget,
-            now_s=now_s,
-            jitter=random.random(),
-            samples=self._said.samples_in_step(reached),
-        )
+        decision = self._decide()
         if isinstance(decision, Halt):
-            self._move(Trigger.GIVEN_UP, decision.reason)
-            self._error = HaltError(decision.reason, decision.hint)
-            if not cause.can_retry and reports:
-                self._error = reports[0]
-            self._error.exit_code = decision.exit_code
-            self.emit("halted", reason=decision.reason, hint=decision.hint)
+            self._halt(decision, reports[0] if not cause.can_retry and reports else None)
             return
         self._move(Trigger.GROUP_FAILED, decision.reason)
         self._delay_s = decision.delay_s
         self.emit("restart_planned", delay_s=round(decision.delay_s, 3), reason=decision.reason)
+
+    def _decide(self) -> Restart | Halt:
+        samples = self._said.samples_in_step(self._failures[-1].reached_step)
+        return decide(self._failures, self._budget, now_s=time.monotonic(), jitter=random.random(), samples=samples)
+
+    def _halt(self, decision: Halt, error: ElasticTrainError | None = None) -> None:
+        self._move(Trigger.GIVEN_UP, decision.reason)
+        self._error = error if error is not None else HaltError(decision.reason, decision.hint)
+        self._error.exit_code = decision.exit_code
+        self.emit("halted", reason=decision.reason, hint=decision.hint)
 
     async def _pause(self) -> None:
         """Waits before the next worker group, unless told otherwise."""
@@ -362,6 +388,8 @@ class Supervisor:
             "cause": cause,
             "kind": classified.kind.value if classified is not None else "",
             "global_step": end.reached_step,
+            "failed_step": end.failed_step,
+            "began_step": end.began_step,
             "kept_step": end.kept_step,
             "lived_s": round(end.lived_s, 3),
         }
@@ -392,9 +420,15 @@ class Supervisor:
         self._said.hear(line)
         if line.name in ("snapshot_left_out", "snapshot_failed") and self._snapshot_wanted and self._life is not None:
             self._life.incarnation.board.ask_for_snapshot()
-        if line.name in FORWARDED:
+        is_first = line.name == "training_started" and self._announced != self._number
+        if is_first:
+            self._announced = self._number
+        if is_first or line.name in FORWARDED:
+            fields = {key: value for key, value in line.fields.items() if key not in _STAMPS}
+            if line.name in OF_ALL_NODES:
+                self._news[line.name] = fields
             with contextlib.suppress(Exception):
-                self._sink.append(line.name, {key: value for key, value in line.fields.items() if key not in _STAMPS})
+                self._sink.append(line.name, fields)
 
     def _on_look(self, life: Life) -> None:
         """The ranks' records were read."""
@@ -450,13 +484,15 @@ class Supervisor:
     def rank_views(self) -> Sequence[RankView]:
         return self._said.rank_views(self._life, time.monotonic()) if self._life is not None else ()
 
+    def news(self) -> dict[str, dict[str, Any]]:
+        return self._news
+
     # ---- commands
 
     def _stop(self, reason: str) -> None:
         if self._state in lifecycle.FINAL:
             return
-        if self._life is not None:
-            self._team.stand(Standing.LEAVING, reason)
+        self._team.stand(Standing.LEAVING if self._life is not None else Standing.AWAY, reason)
         self._restart_reason = None
         already = self._state is State.STOPPING
         self._move(Trigger.STOP_ASKED, self._reason if already else reason)
@@ -497,8 +533,7 @@ class Supervisor:
         before = self._state
         self._restart_reason = None
         self._move(Trigger.DRAIN_ASKED, "asked to drain")
-        if self._life is not None:
-            self._team.stand(Standing.LEAVING, "asked to drain")
+        self._team.stand(Standing.LEAVING if self._life is not None else Standing.AWAY, "asked to drain")
         if self._life is not None and before is not State.DRAINING:
             self._life.ask_to_stop()
         while self._state is State.DRAINING:
@@ -553,6 +588,7 @@ class Supervisor:
             world_size=self._world_size if self._world_size is not None else self._said.world_size,
             ranks=ranks,
             nodes=self._team.nodes,
+            cgroup=life.cgroup if life is not None else None,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from elastictrain.core.membership import Plan, Standing
 from elastictrain.core.status import NodeView, RankView
@@ -44,6 +44,9 @@ class Orders(Protocol):
 
     def rank_views(self) -> Sequence[RankView]:
         """The ranks of this node, for the status that the other nodes show."""
+
+    def news(self) -> dict[str, dict[str, Any]]:
+        """The last that the ranks have said of each kind that all nodes keep: progress, snapshots, evaluations."""
 
 
 class Team(Protocol):

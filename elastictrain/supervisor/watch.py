@@ -46,11 +46,6 @@ class Watch:
             found[next(missing)] = None
         return dict(sorted(found.items()))
 
-    def any_stands_still(self, since_s: float) -> bool:
-        """A glance: whether a rank has not moved since then. Those without a record are left to `heartbeats`."""
-        since_ns = int(since_s * NS_PER_S)
-        return any(0 < reader.moved_ns() < since_ns for reader in self._readers.values())
-
     def seen(self, heartbeats: dict[int, Heartbeat | None]) -> list[RankSeen]:
         """As `core.liveness` wants them; processes are taken to run (`with_process` looks)."""
         return [
@@ -61,7 +56,6 @@ class Watch:
                 tick_s=beat.tick_ns / NS_PER_S,
                 step=beat.step,
                 steps_done=beat.steps_done,
-                longest_step_s=beat.longest_step_ns / NS_PER_S,
             )
             if beat is not None
             else RankSeen(rank=rank, phase=None, moved_s=self._started_s, tick_s=self._started_s)

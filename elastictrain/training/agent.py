@@ -21,6 +21,7 @@ from pathlib import Path
 
 import psutil
 
+from elastictrain import cgroups
 from elastictrain.config.schema import JobConfig
 from elastictrain.procs import die_with_parent
 from elastictrain.protocol import ENV_RUN_DIR, EXITS_FILE, LOG_DIR, RunSpec, write_json
@@ -69,6 +70,7 @@ def prepare(run_dir: Path) -> RunSpec:
     spec = RunSpec.read(run_dir)
     (run_dir / LOG_DIR).mkdir(exist_ok=True)
     os.environ[ENV_RUN_DIR] = str(run_dir)
+    cgroups.enter(run_dir)
     if spec.group.num_nodes > 1 and (interface := interface_of(spec.group.address)) is not None:
         # gloo listens where the host's name leads, which on many a machine is an address that no other can reach.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -20,6 +20,7 @@ from time import monotonic, perf_counter
 import torch
 
 from elastictrain import __version__
+from elastictrain.checkpoint.durable_note import DurableNote
 from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
 from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.persist_loop import PersisterSettings, Report
@@ -36,7 +37,8 @@ from elastictrain.training.parting import Parted, Parting
 from elastictrain.training.restore import Lookup, Restored, Restorer
 from elastictrain.training.session import Session
 from elastictrain.training.shadow import Shadow
-from elastictrain.training.snapshot import Origin, Snapshotter, Taken
+from elastictrain.training.snapshot import Snapshotter, Taken
+from elastictrain.training.snapshot_writer import Origin
 from elastictrain.training.state import TrainingState
 
 WAIT_SLICE_S = 0.1
@@ -137,15 +139,19 @@ class Checkpointing:
         """
         began_s = perf_counter()
         allowed = frozenset(self._spec.allowed_differences)
-        restorer = Restorer(self._session.place, allowed=allowed, on_passed_over=self._passed_over)
+        restorer = Restorer(
+            self._session.place, allowed=allowed, on_passed_over=self._passed_over, on_wait=self._waiting_for_store
+        )
+        is_local_zero = self._session.place.local_rank == 0
         with scratch_folder(Path(self._spec.state_dir)) as scratch:
             own = Lookup(
-                self._tiers if self._session.place.local_rank == 0 else (),
+                self._tiers if is_local_zero else (),
                 self._store,
                 self._spec.run_id,
                 scratch,
                 self._config.storage_timeout_s,
                 begins_run=self._spec.begins_run,
+                note=DurableNote(Path(self._spec.state_dir)) if is_local_zero else None,
             )
             restored = restorer.restore(state, own)
             source = self._spec.source
@@ -193,6 +199,10 @@ class Checkpointing:
     def _passed_over(self, where: str, reason: str) -> None:
         self._log.warning("snapshot_passed_over", where=where, reason=reason)
 
+    def _waiting_for_store(self, error: str, pause_s: float) -> None:
+        self._session.beat()  # waiting is no hang
+        self._log.warning("store_retrying", error=error, pause_s=round(pause_s, 3))
+
     def begin(self, state: TrainingState, shadow: Shadow, restored: Restored | None) -> Snapshotter | None:
         """From now on there is something to keep.
 
@@ -226,6 +236,7 @@ class Checkpointing:
                 keep_every=config.keep_every,
                 storage_timeout_s=config.storage_timeout_s,
                 lock_path=str(Path(self._spec.state_dir) / "persister.lock"),
+                state_dir=self._spec.state_dir,
             ),
             self._reported,
         )

@@ -80,8 +80,8 @@ class SeededReader(Dataset[Any]):
         return read
 
     def _read(self, span: Span) -> list[Any] | FetchFailed:
-        wanted = self._wanted(span)
-        if not self._seed_samples and (batched := getattr(self._dataset, "__getitems__", None)) is not None:
+        wanted, dataset = self._wanted(span), self._dataset_for(span)
+        if not self._seed_samples and (batched := getattr(dataset, "__getitems__", None)) is not None:
             try:
                 return cast(list[Any], batched([index for _, index, _ in wanted]))
             except Exception as error:  # noqa: BLE001 - the user's dataset may raise anything
@@ -90,12 +90,14 @@ class SeededReader(Dataset[Any]):
         self._seeder.begin()
         for epoch, index, seed in wanted:
             try:
-                read.append(
-                    self._seeder.read(self._dataset, index, seed) if self._seed_samples else self._dataset[index]
-                )
+                read.append(self._seeder.read(dataset, index, seed) if self._seed_samples else dataset[index])
             except Exception as error:  # noqa: BLE001 - the user's dataset may raise anything
                 return _failed(error, index, epoch)
         return read
+
+    def _dataset_for(self, _span: Span) -> Any:
+        """Where the samples of a span are read from: always the same, but in a drill (`training.injection`)."""
+        return self._dataset
 
     def _wanted(self, span: Span) -> list[tuple[int, int, int]]:
         """(epoch, index, seed) of each sample of a span."""

@@ -69,23 +69,11 @@ def choose_backend(wanted: str, device: torch.device) -> str:
     return "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
 
 
-@contextmanager
-def process_group(
-    *,
-    device: str = "auto",
-    backend: str = "auto",
-    timeout_s: float = 600.0,
-    num_threads: int | None = None,
-) -> Iterator[Place]:
-    """Joins the process group that torchrun's environment describes, and leaves it at the end.
-
-    Without RANK in the environment this is a run of one process and no group is made. Leaving is orderly after
-    success only: after an error the peers may be blocked in a collective, and a farewell would block as well.
+def take_place(*, device: str = "auto", num_threads: int | None = None) -> Place:
+    """What torchrun's environment makes of this process, and its device; without RANK it is a run of one process.
 
     Args:
         device: auto, cpu or cuda.
-        backend: auto, gloo or nccl.
-        timeout_s: after which a collective fails.
         num_threads: intra-op threads of this process; None leaves torch's choice.
     """
     rank = int(os.environ.get("RANK", "0"))
@@ -97,19 +85,59 @@ def process_group(
         torch.cuda.set_device(chosen)
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    place = Place(rank, local_rank, world_size, local_world_size, chosen)
+    return Place(rank, local_rank, world_size, local_world_size, chosen)
+
+
+def join_group(place: Place, *, backend: str = "auto", timeout_s: float = 600.0) -> None:
+    """Joins the process group that torchrun's environment describes; without RANK no group is made.
+
+    Args:
+        place: of this process.
+        backend: auto, gloo or nccl.
+        timeout_s: after which a collective fails.
+    """
     if "RANK" not in os.environ:
-        yield place
         return
-    name = choose_backend(backend, chosen)
+    if place.device.type == "cuda":
+        torch.cuda.set_device(place.device)  # of this thread
+    name = choose_backend(backend, place.device)
     dist.init_process_group(
         name,
         timeout=timedelta(seconds=timeout_s),
         # Binding the device makes NCCL connect at once, so that a bad link fails here and not in step one.
-        device_id=chosen if name == "nccl" else None,
+        device_id=place.device if name == "nccl" else None,
     )
+
+
+def leave_group() -> None:
+    """Leaves it. After success only: after an error the peers may be blocked in a collective, and a farewell would
+    block as well."""
+    if "RANK" in os.environ:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def process_group(
+    *,
+    device: str = "auto",
+    backend: str = "auto",
+    timeout_s: float = 600.0,
+    num_threads: int | None = None,
+) -> Iterator[Place]:
+    """Joins the process group that torchrun's environment describes, and leaves it at the end, after success.
+
+    Without RANK in the environment this is a run of one process and no group is made.
+
+    Args:
+        device: auto, cpu or cuda.
+        backend: auto, gloo or nccl.
+        timeout_s: after which a collective fails.
+        num_threads: intra-op threads of this process; None leaves torch's choice.
+    """
+    place = take_place(device=device, num_threads=num_threads)
+    join_group(place, backend=backend, timeout_s=timeout_s)
     yield place
-    dist.destroy_process_group()
+    leave_group()
 
 
 def peak_memory_bytes(device: torch.device) -> int:

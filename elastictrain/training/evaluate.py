@@ -47,6 +47,8 @@ class Evaluation:
         self._every_epochs = every_epochs
         self._use_ema = use_ema
         self._done_at: int | None = None
+        self.is_owed = False
+        """The evaluation of the step that the run goes on from was interrupted."""
         self.last: dict[str, float] = {}
         """Values of the last evaluation."""
 
@@ -57,13 +59,29 @@ class Evaluation:
         every = self._every_epochs
         return every is not None and epochs_after // every > epochs_before // every
 
+    def __bool__(self) -> bool:
+        """Whether there is anything to evaluate."""
+        return bool(self._evaluators)
+
+    def take_up(self, step: int, values: dict[str, float] | None, *, was_due: bool) -> None:
+        """The run goes on from a step.
+
+        Args:
+            step: which.
+            values: of its evaluation, which is not done again; None if there was none, or it was interrupted.
+            was_due: it should have been evaluated.
+        """
+        if values is not None:
+            self._done_at, self.last = step, values
+        self.is_owed = values is None and was_due
+
     def wanted_at(self, step: int) -> bool:
         """False where there is nothing to evaluate, or this step has been."""
         return bool(self._evaluators) and self._done_at != step
 
     def run(self, step: int, replica: Replica, ema: Ema | None) -> dict[str, float]:
         """Evaluates on every dataset. Collective."""
-        self._done_at = step
+        self._done_at, self.is_owed = step, False
         self.last = {}
         for evaluator in self._evaluators:
             self.last |= evaluator.run(replica, ema if self._use_ema else None)

@@ -20,14 +20,14 @@ from typing import Any
 
 from torch import Tensor
 
-from elastictrain.armed import CLOCK_JUMP_S, ArmedFault, DrillDir, boot_clock_s
+from elastictrain.armed import CLOCK_JUMPS_S, ArmedFault, DrillDir, boot_clock_s
 from elastictrain.checkpoint import faults as write_path
 from elastictrain.core.faults import Action
-from elastictrain.core.order import sample_list
 from elastictrain.core.phases import Phase
+from elastictrain.core.seeds import Stream
 from elastictrain.core.window import WindowPlan
 from elastictrain.protocol import RunSpec
-from elastictrain.training.data import FetchFailed, SeededReader, Span
+from elastictrain.training.data import SeededReader, Span
 from elastictrain.training.device import Place
 from elastictrain.training.session import Session, Step
 from elastictrain.training.task import BoundTask
@@ -69,6 +69,7 @@ class DrilledSession(Session):
 
     def __init__(self, place: Place, folder: DrillDir, armed: list[ArmedFault], *, incarnation: int, seed: int) -> None:
         self._drill = folder
+        self._agent_pid = os.getppid()
         self._mine = [fault for fault in armed if fault.rank == place.rank]
         self._trace = os.open(
             folder.trace_path(incarnation, place.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
@@ -118,13 +119,15 @@ class DrilledSession(Session):
 
     def _strike(self, fault: ArmedFault) -> None:
         if fault.action in _IN_DATASET:
-            return  # where the sample is read, which may be ahead of the step: see `DrilledReader`
+            return  # where the sample is read, which may be ahead of the step: `DrilledReader`
         if fault.action in _IN_LOSS:
             self._in_loss = fault  # `drilled_loss` takes it from here
             return
         if fault.action is Action.KILL_LOADER:
             self._kill_loader(fault)
             return
+        # Before the fault is claimed: the drill takes a supervisor that was started after that for another one.
+        supervisor_pid = self._drill.supervisor_pid() if fault.action is Action.KILL_SUPERVISOR else 0
         first = self._drill.claim(fault.id)
         if fault.action is Action.SLOW:
             if first:
@@ -145,8 +148,12 @@ class DrilledSession(Session):
                 _run_out_of_memory(Path(fault.path))
             case Action.DIE_IN_SNAPSHOT:
                 write_path.arm("memory.manifest:1:kill")
-            case Action.CLOCK:
-                _shift_clock()
+            case Action.CLOCK_BACK | Action.CLOCK_FORWARD:
+                _shift_clock(CLOCK_JUMPS_S[fault.action])
+            case Action.KILL_AGENT:
+                _kill(self._agent_pid)
+            case Action.KILL_SUPERVISOR:
+                _kill(supervisor_pid)
             case Action.HOLD:
                 while not self._drill.is_released(fault.id):
                     time.sleep(HOLD_POLL_S)
@@ -215,49 +222,40 @@ def drill_task(session: Session, task: BoundTask) -> None:
         task.loss = session.drilled_loss(task.loss)
 
 
-def drill_reader(session: Session, reader: SeededReader, plan: WindowPlan, *, shuffle: bool) -> SeededReader:
-    """The reader; with faults in it, where there are any."""
+def make_reader(session: Session, plan: WindowPlan, dataset: Any, *, shuffle: bool, seed_samples: bool) -> SeededReader:
+    """The reader of the training data; with faults in it, where there are any."""
+    settings: dict[str, Any] = {
+        "seed": session.seed,
+        "stream": Stream.SAMPLE,
+        "shuffle": shuffle,
+        "seed_samples": seed_samples,
+    }
     if isinstance(session, DrilledSession) and (found := session.span_faults(plan)):
-        return DrilledReader(reader, session.drill, found, seed=session.seed, length=plan.length, shuffle=shuffle)
-    return reader
+        return DrilledReader(dataset, session.drill, found, **settings)
+    return SeededReader(dataset, **settings)
 
 
 class DrilledReader(SeededReader):
-    """Reads like another reader, with a dataset that comes to grief at certain sample positions.
+    """A reader whose dataset comes to grief at certain sample positions. Not at certain samples: one that is read in
+    every epoch is to be safe in all but the fault's.
 
     Args:
-        reader: the other one.
+        dataset: as of any reader.
         folder: what is shared with the drill.
-        found: faults and where they happen.
-        seed: the run's seed.
-        length: samples in the dataset.
-        shuffle: as in job.toml.
+        found: faults, and the sample positions at which they happen.
+        settings: as of any reader.
     """
 
-    def __init__(
-        self,
-        reader: SeededReader,
-        folder: DrillDir,
-        found: list[tuple[ArmedFault, int]],
-        *,
-        seed: int,
-        length: int,
-        shuffle: bool,
-    ) -> None:
-        self.__dict__.update(reader.__dict__)
-        self._folder = folder
-        self._sound = self._dataset
-        self._places = [
-            (fault, position, sample_list(seed, position, position + 1, length, shuffle=shuffle)[0][1])
+    def __init__(self, dataset: Any, folder: DrillDir, found: list[tuple[ArmedFault, int]], **settings: Any) -> None:
+        super().__init__(dataset, **settings)
+        self._struck = [
+            (position, FaultyDataset(dataset, folder, fault, self._wanted((position, position + 1))[0][1]))
             for fault, position in found
         ]
 
-    def _read(self, span: Span) -> list[Any] | FetchFailed:
-        self._dataset = self._sound
-        for fault, position, index in self._places:
-            if span[0] <= position < span[1]:
-                self._dataset = FaultyDataset(self._sound, self._folder, fault, index)
-        return super()._read(span)
+    def _dataset_for(self, span: Span) -> Any:
+        struck = [dataset for position, dataset in self._struck if span[0] <= position < span[1]]
+        return struck[-1] if struck else self._dataset
 
 
 class FaultyDataset:
@@ -299,6 +297,12 @@ class FaultyDataset:
             raise OSError(errno.EIO, "the drill raise-in-dataset raises this")
 
 
+def _kill(pid: int) -> None:
+    """Kills another process; in a soak it may be gone already, for an earlier fault."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
 def _made_nan(result: Any) -> Any:
     """The same loss, as NaN; gradients become NaN with it."""
     if isinstance(result, tuple):
@@ -315,10 +319,10 @@ def _hang_holding_gil() -> None:
         ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
 
-def _shift_clock() -> None:
+def _shift_clock(jump_s: float) -> None:
     """This process's time.time(); the supervisor's follows in `drill.launch`."""
     real = time.time
-    time.time = lambda: real() + CLOCK_JUMP_S
+    time.time = lambda: real() + jump_s
 
 
 def _run_out_of_memory(cgroup: Path) -> None:

@@ -24,14 +24,15 @@ from elastictrain.logs import Logger
 from elastictrain.protocol import IMPORTS_FILE, METRICS_FILE, REPORTED_FILE, RunSpec
 from elastictrain.training import imports
 from elastictrain.training.checkpointing import Checkpointing, Kept
-from elastictrain.training.data import SeededReader, batches
+from elastictrain.training.data import batches
 from elastictrain.training.ema import Ema
 from elastictrain.training.evaluate import Evaluation, Evaluator
 from elastictrain.training.feed import Feed, Limits, my_spans
-from elastictrain.training.injection import drill_reader, drill_task
+from elastictrain.training.injection import drill_task, make_reader
 from elastictrain.training.inspection import inspecting
 from elastictrain.training.loop import Loop
 from elastictrain.training.metrics import MetricsWriter
+from elastictrain.training.past_evaluation import recall_evaluation
 from elastictrain.training.precision import Precision
 from elastictrain.training.replica import Replica, check_static_graph
 from elastictrain.training.report import Reporter
@@ -80,9 +81,12 @@ class Job:
         spec: what the parent decided.
         session: a fresh session of this rank, in phase INIT.
         log: for events.
+        await_group: waits until this rank is in its process group. Task and data need none, and are made before.
     """
 
-    def __init__(self, spec: RunSpec, session: Session, log: Logger) -> None:
+    def __init__(
+        self, spec: RunSpec, session: Session, log: Logger, *, await_group: Callable[[], None] = lambda: None
+    ) -> None:
         self._started_s = perf_counter()
         self._spec = spec
         self._session = session
@@ -115,6 +119,8 @@ class Job:
             config.data.epoch_tail,
         )
         self._limits = self._checked_limits()
+        session.beat()
+        await_group()
         session.beat()  # each of these may take long: a rank that gets from one to the next is no hang
         self._trainee = self._build_trainee()
         self._shadow = Shadow(self._trainee.replica.module, self._task, session.place.device)
@@ -138,6 +144,8 @@ class Job:
         self._advise_before_start()
         self._feed = feed = self._make_feed()
         evaluation = self._evaluation()
+        if restored is not None and restored.run_id == self._spec.run_id:
+            self._take_up(evaluation)
         if self._place.is_rank_zero:
             self._writer = self._make_writer()
         timer = DeviceTimer(self._place.device)
@@ -256,15 +264,11 @@ class Job:
 
     def _make_feed(self) -> Feed:
         config = self._config.data
-        reader = SeededReader(
-            self._train_data,
-            seed=self._session.seed,
-            stream=Stream.SAMPLE,
-            shuffle=config.shuffle,
-            seed_samples=config.seed_samples,
+        reader = make_reader(
+            self._session, self._plan, self._train_data, shuffle=config.shuffle, seed_samples=config.seed_samples
         )
         stream = batches(
-            drill_reader(self._session, reader, self._plan, shuffle=config.shuffle),
+            reader,
             self._task.collate,
             my_spans(self._session, self._plan, self._limits),
             num_workers=config.num_workers,
@@ -295,6 +299,16 @@ class Job:
             evaluators, every_steps=config.every_steps, every_epochs=config.every_epochs, use_ema=config.use_ema
         )
 
+    def _take_up(self, evaluation: Evaluation) -> None:
+        """What of the evaluation of the step that the run goes on from is there, and what is missing. Collective."""
+        if not evaluation:
+            return
+        step, stop = self._session.global_step, self._session.sample_position
+        path = Path(self._spec.state_dir) / METRICS_FILE
+        values = recall_evaluation(path, self._spec.run_id, step, self._place)
+        epochs = (self._plan.epochs_done(self._plan.start_of(stop)), self._plan.epochs_done(stop))
+        evaluation.take_up(step, values, was_due=step > 0 and evaluation.due(step, *epochs))
+
     def _make_writer(self) -> MetricsWriter:
         state_dir = Path(self._spec.state_dir)
         board_dir = state_dir / "tensorboard" if self._config.metrics.tensorboard else None
@@ -310,6 +324,7 @@ class Job:
             self._log,
             every_steps=self._config.metrics.every_steps,
             incarnation=self._spec.incarnation,
+            run_id=self._spec.run_id,
             num_workers=self._config.data.num_workers,
             tokens_per_sample=self._task.tokens_per_sample,
             weight_is_tokens=self._task.weight is not None,

@@ -102,6 +102,8 @@ class Loop:
             session.enter(Phase.READY)
         # What is no part of a snapshot, such as a buffer that is not persistent, is rank zero's as well.
         self._replica.broadcast_buffers()
+        if self._evaluation.is_owed:
+            self.evaluate()
         while not self._complete and (step := session.begin_step(plan)) is not None:
             epochs_before = plan.epochs_done(session.sample_position)
             self._step(step)

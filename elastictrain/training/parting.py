@@ -12,24 +12,21 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
-import torch
-from torch import Tensor
-
-from elastictrain.checkpoint.format import layout
 from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
-from elastictrain.checkpoint.memory_tier import LOCK_POLL_S, Declined, MemoryTier, SlotWriter
+from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.core.phases import Phase
-from elastictrain.errors import ElasticTrainError, MemoryTierError
+from elastictrain.errors import ElasticTrainError
 from elastictrain.logs import Logger
 from elastictrain.training.session import Session
 from elastictrain.training.shadow import Shadow
-from elastictrain.training.snapshot import Origin, Snapshotter, Stability, host_job, view_of
-from elastictrain.training.state import Captured, TrainingState
+from elastictrain.training.snapshot import Snapshotter
+from elastictrain.training.snapshot_writer import Origin, SnapshotWriter
+from elastictrain.training.state import TrainingState
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +119,9 @@ class Parting:
             if newest is not None and newest.global_step >= step:
                 return Parted(newest.global_step, newest.path, is_ours=False)
             captured = self._state.capture(self._shadow)
-            snapshot = self._write(captured, deadline_s)
+            # Nothing is to be page-locked for this one copy, and nothing trains beside it.
+            writer = SnapshotWriter(self._tiers, self._origin, stream=None, log=self._log)
+            snapshot = writer.write(captured, deadline_s=deadline_s)
         if self._snapshotter is not None:
             self._snapshotter.hand_over(snapshot)
         return Parted(snapshot.global_step, snapshot.path, is_ours=True)
@@ -143,57 +142,9 @@ class Parting:
         kept = [s for tier in self._tiers for s in _snapshots_in(tier) if s.run_id == self._origin.run_id]
         return max(kept, key=lambda snapshot: snapshot.global_step, default=None)
 
-    def _write(self, captured: Captured, deadline_s: float) -> MemorySnapshot:
-        layouts = {file: layout(specs, None) for file, specs in captured.specs().items()}
-        for tier in self._tiers:
-            try:
-                writer = tier.begin(layouts)
-                while isinstance(writer, Declined) and time.monotonic() < deadline_s:
-                    time.sleep(LOCK_POLL_S)
-                    writer = tier.begin(layouts)
-                if isinstance(writer, Declined):
-                    raise MemoryTierError(writer.reason)
-                return self._fill(captured, writer)
-            except (OSError, ElasticTrainError) as error:
-                if tier is self._tiers[-1]:
-                    raise
-                self._log.warning("memory_tier_given_up", error=str(error), instead=str(self._tiers[-1].root))
-        raise AssertionError("there is always a tier")
-
-    def _fill(self, captured: Captured, writer: SlotWriter) -> MemorySnapshot:
-        try:
-            _copy(captured.files, writer)
-            return writer.commit(
-                job=self._origin.job,
-                run_id=self._origin.run_id,
-                global_step=captured.counters.global_step,
-                versions=self._origin.versions,
-                trainer=captured.trainer,
-            )
-        except BaseException:
-            writer.abort()
-            raise
-
 
 def _snapshots_in(tier: MemoryTier) -> list[MemorySnapshot]:
     try:
         return tier.snapshots()
     except (OSError, ElasticTrainError):
         return []
-
-
-@torch.no_grad()
-def _copy(files: Mapping[str, Mapping[str, Tensor]], writer: SlotWriter) -> None:
-    pairs: list[tuple[Tensor, Tensor]] = []
-    for file, tensors in files.items():
-        offsets = writer.layouts[file].offsets
-        for name, source in tensors.items():
-            target = view_of(writer.buffers[file], offsets[name][0], source.dtype, tuple(source.shape))
-            if source.device.type == "cpu":
-                pairs.append((target, source))
-            else:
-                target.copy_(source)  # the next piece waits for it: there is no training beside to be spared
-    job = host_job(pairs, Stability({}))
-    job.work()
-    if job.error is not None:
-        raise job.error

@@ -100,7 +100,7 @@ class Replica:
             if not ddp_config.static_graph and not ddp_config.find_unused_parameters:
                 _fix_buckets(self._ddp)
         if model_config.compile:
-            self.module.compile(backend=model_config.compile_backend)
+            _compile(self.module, model_config.compile_backend)
         self.forward_module: nn.Module = self._ddp if self._ddp is not None else self.module
         self._last_hook: LastGradientHook | None = None
 
@@ -181,6 +181,19 @@ class Replica:
             with torch.no_grad():
                 for buffer, value in zip(self._buffers(), kept, strict=True):
                     buffer.copy_(value)
+
+
+def _compile(module: nn.Module, backend: str) -> None:
+    """Has calls of the module compiled, with its parameters' names as they are.
+
+    As `nn.Module.compile`, which does nothing, without a word, for a module whose `forward` is torch's own, such as a
+    Sequential: dynamo leaves frames of torch.nn alone (seen with torch 2.13). It follows calls into them from ours.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    module._compiled_call_impl = torch.compile(call, backend=backend)
 
 
 def _fix_buckets(ddp: DistributedDataParallel) -> None:

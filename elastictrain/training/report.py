@@ -66,6 +66,7 @@ class Reporter:
         log: for events.
         every_steps: steps between two reports.
         incarnation: stamped on every record.
+        run_id: lineage of the run, stamped on evaluations.
         num_workers: loader processes, for advice.
         tokens_per_sample: for tokens/s, where the window's weight does not tell.
         weight_is_tokens: the window's weight counts tokens.
@@ -82,6 +83,7 @@ class Reporter:
         *,
         every_steps: int,
         incarnation: int,
+        run_id: str,
         num_workers: int,
         tokens_per_sample: int | None,
         weight_is_tokens: bool,
@@ -94,6 +96,7 @@ class Reporter:
         self._log = log
         self._every_steps = every_steps
         self._incarnation = incarnation
+        self._run_id = run_id
         self._num_workers = num_workers
         self._tokens_per_sample = tokens_per_sample
         self._weight_is_tokens = weight_is_tokens
@@ -268,7 +271,8 @@ class Reporter:
         if self._writer is None:
             return
         step = self._session.global_step
-        self._writer.write([{"kind": "eval", "step": step, "incarnation": self._incarnation, "values": values}])
+        line = {"kind": "eval", "step": step, "incarnation": self._incarnation, "run_id": self._run_id}
+        self._writer.write([{**line, "values": values}])
         self._log.info("evaluated", **values)
 
 

@@ -3,6 +3,9 @@
 Every node's local rank zero looks into its memory tier, rank zero also into the durable tier, but there only for what
 is newer. The ranks agree on the newest; its holder reads it and broadcasts tensor by tensor, straight into the tensors
 of the run, so that memory use stays near one copy of the state.
+
+A store that is down is waited for. What is known to be durable, by the note in the state directory, is never passed
+over for something older because the store cannot be reached, or has lost everything: that is an error.
 """
 
 from __future__ import annotations
@@ -17,16 +20,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
 from torch import Tensor
 
 from elastictrain.checkpoint.catalog import Candidate, SnapshotReader, first_sound, newest_first
+from elastictrain.checkpoint.durable_note import DurableNote
 from elastictrain.checkpoint.format import MANIFEST_FILE, TensorSpec
 from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
 from elastictrain.checkpoint.memory_tier import MemoryTier
+from elastictrain.checkpoint.patience import OnWait, patiently
 from elastictrain.checkpoint.store import Store
 from elastictrain.core.counters import Counters
-from elastictrain.core.identity import HYPERPARAMETERS, Difference, refusal
+from elastictrain.core.identity import HYPERPARAMETERS, REWIND, Difference, refusal
 from elastictrain.errors import SnapshotError, SnapshotMismatchError, StorageError
 from elastictrain.training.collectives import broadcast_bytes, broadcast_tensor, gather_ints
 from elastictrain.training.device import Place
@@ -48,6 +52,7 @@ class Lookup:
         store_patience_s: how long to wait for a store that fails.
         begins_run: the run has not been here before: a manifest that does not even say of which run it is, is of
             another.
+        note: says what is known to be durable, on local rank zero of each node; None where that is of no concern.
     """
 
     tiers: tuple[MemoryTier, ...]
@@ -57,6 +62,7 @@ class Lookup:
     store_patience_s: float
     step: int | None = None
     begins_run: bool = False
+    note: DurableNote | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,7 @@ class Restored:
 
     Args:
         counters: where the run goes on.
+        run_id: of the run that wrote it.
         tier: where it was found: "memory" or "durable".
         world_size: ranks of the run that wrote it.
         in_memory: the memory tier's snapshot, on the rank that holds it.
@@ -72,6 +79,7 @@ class Restored:
     """
 
     counters: Counters
+    run_id: str
     tier: str
     world_size: int
     in_memory: MemorySnapshot | None
@@ -85,12 +93,21 @@ class Restorer:
         place: this rank.
         allowed: names of differences that are allowed.
         on_passed_over: called with (where, reason) for each snapshot, or store, that is passed over.
+        on_wait: called before each pause in which a store that fails is waited for.
     """
 
-    def __init__(self, place: Place, *, allowed: frozenset[str], on_passed_over: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        place: Place,
+        *,
+        allowed: frozenset[str],
+        on_passed_over: Callable[[str, str], None],
+        on_wait: OnWait,
+    ) -> None:
         self._place = place
         self._allowed = allowed
         self._on_passed_over = on_passed_over
+        self._on_wait = on_wait
         self._num_damaged = 0
         self._damaged_in_memory: list[MemorySnapshot] = []
 
@@ -100,15 +117,17 @@ class Restorer:
         Raises:
             SnapshotError: there are snapshots, and none can be read.
             SnapshotMismatchError: the newest one belongs to another run.
-            StorageError: the durable tier cannot be reached.
+            StorageError: the durable tier cannot be reached, and there is nothing else, or only what is older than
+                the newest step that is known to be durable there.
         """
         place = self._place
         reader = self._newest_in_memory(lookup)
-        claims = [row[0] for row in gather_ints([_step_of(reader)], place)]
-        newest = max(claims)
+        told = gather_ints([_step_of(reader), _noted(lookup)], place)
+        newest, noted = (max(column) for column in zip(*told, strict=True))
+        listed: list[Candidate] = []
         if lookup.store is not None:
-            durable = self._list_durable(lookup, have_other=newest != _NONE)
-            if (better := self._open([c for c in durable if c.global_step > newest], lookup)) is not None:
+            listed = self._list_durable(lookup, reached=newest, noted=noted)
+            if (better := self._open([c for c in listed if c.global_step > newest], lookup)) is not None:
                 if reader is not None:
                     reader.close()
                 reader = better
@@ -126,8 +145,9 @@ class Restorer:
                 )
             return None
         holder = claims.index(newest)
+        self._note(lookup, listed, newest)
         try:
-            return self._take_over(state, reader if place.rank == holder else None, holder)
+            return self._take_over(state, reader if place.rank == holder else None, holder, lookup.run_id)
         finally:
             if reader is not None:
                 reader.close()
@@ -137,27 +157,59 @@ class Restorer:
         candidates = [c for tier in lookup.tiers for c in newest_first(tier, None, lookup.run_id)]
         return self._open(sorted(candidates, key=lambda c: -c.global_step), lookup)
 
-    def _list_durable(self, lookup: Lookup, *, have_other: bool) -> list[Candidate]:
+    def _list_durable(self, lookup: Lookup, *, reached: int, noted: int) -> list[Candidate]:
         """What the durable tier has; a store that is down for a moment is waited for.
 
+        Args:
+            lookup: see there.
+            reached: the newest step that is in a memory tier; _NONE for none.
+            noted: the newest that is known to be durable; _NONE for none.
+
         Raises:
-            StorageError: it stayed down, and there is nothing else to begin with.
+            StorageError: it stayed down, or empty, and what else there is to begin with is older than it must be.
         """
+        assert lookup.store is not None
+        store = lookup.store
+        may_go_back = reached != _NONE and (noted <= reached or REWIND in self._allowed)
+
+        def listing() -> list[Candidate]:
+            found = newest_first(None, store, lookup.run_id)
+            if not found and noted > reached and not may_go_back:
+                raise StorageError(
+                    f"{store.where} has no snapshot of this run any more: another store, or not mounted?"
+                )
+            return found
+
         try:
-            for attempt in Retrying(
-                retry=retry_if_exception_type(StorageError),
-                stop=stop_after_delay(lookup.store_patience_s),
-                wait=wait_exponential_jitter(initial=0.2, max=5.0),
-                reraise=True,
-            ):
-                with attempt:
-                    return newest_first(None, lookup.store, lookup.run_id)
+            found = patiently(listing, patience_s=lookup.store_patience_s, on_wait=self._on_wait)
         except StorageError as error:
-            if not have_other:
+            if may_go_back:
+                self._on_passed_over(store.where, error.what)
+                return []
+            if noted == _NONE:
                 raise
-            # On one node the memory tier is never older than what was made durable from it.
-            self._on_passed_over(lookup.store.where if lookup.store is not None else "", error.what)
-        return []
+            other = f"the newest that can be read is of step {reached}" if reached != _NONE else "no other can be read"
+            go_back = f"go on from step {reached} all the same with --allow {REWIND}, or " if reached != _NONE else ""
+            raise StorageError(
+                f"{error.what}; the snapshot of step {noted} is known to be durable there, {other}",
+                f"Start again once the store is back; {go_back}begin anew with --fresh.",
+            ) from error
+        if max((c.global_step for c in found), default=_NONE) < noted and reached < noted:
+            # The store answers, and has lost this one: it is passed over as a damaged one is.
+            self._on_passed_over(f"{store.where}, step {noted}", "was durable, and is not there any more")
+        return found
+
+    def _note(self, lookup: Lookup, listed: list[Candidate], newest: int) -> None:
+        """What counts as durable from now on: what the store has, as far as it is sound; no more than was accepted."""
+        if lookup.note is None:
+            return
+        try:
+            if listed:
+                lookup.note.learn(lookup.run_id, min(newest, listed[0].global_step))
+            if (noted := _noted(lookup)) > newest:
+                lookup.note.unlearn(lookup.run_id, noted, newest)
+        except OSError as error:
+            self._on_passed_over(str(lookup.note.path), f"cannot be written: {error.strerror}")
 
     def _open(self, candidates: list[Candidate], lookup: Lookup) -> SnapshotReader | None:
         if lookup.step is not None:
@@ -185,7 +237,7 @@ class Restorer:
             self._damaged_in_memory.append(candidate.memory)
         self._on_passed_over(candidate.where, reason)
 
-    def _take_over(self, state: TrainingState, reader: SnapshotReader | None, holder: int) -> Restored:
+    def _take_over(self, state: TrainingState, reader: SnapshotReader | None, holder: int, run_id: str) -> Restored:
         place = self._place
         message = b""
         if reader is not None:
@@ -215,7 +267,7 @@ class Restorer:
         changed = tuple(state.hyperparameter_differences(trainer))
         counters = state.load(trainer, targets, own_hyperparameters=HYPERPARAMETERS in self._allowed)
         in_memory = reader.candidate.memory if reader is not None else None
-        return Restored(counters, told["tier"], trainer["world_size"], in_memory, changed)
+        return Restored(counters, run_id, told["tier"], trainer["world_size"], in_memory, changed)
 
 
 def _run_of(manifest: Path) -> str | None:
@@ -225,6 +277,11 @@ def _run_of(manifest: Path) -> str | None:
     except OSError:
         return None
     return match[1].decode() if match is not None else None
+
+
+def _noted(lookup: Lookup) -> int:
+    step = lookup.note.read(lookup.run_id) if lookup.note is not None else None
+    return _NONE if step is None else step
 
 
 def _step_of(reader: SnapshotReader | None) -> int:

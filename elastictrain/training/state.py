@@ -2,7 +2,7 @@
 
 What is in a snapshot is decided here, and nothing but here: the model, the optimizer by parameter name, the averaged
 weights, the scheduler, the scaler, the counters, the identity of the data order, the task's own state. Tensors are
-handed out as they are, not copied: who keeps them must copy them before the next update (`training.snapshot`).
+handed out as they are, not copied: who keeps them must copy them before the next update (`training.snapshot_writer`).
 """
 
 from __future__ import annotations

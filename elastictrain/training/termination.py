@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -39,17 +40,26 @@ class Termination:
         parent_pid: who started this process.
         grace_s: after which this process is gone once its main thread has noticed that its parent is; unless somebody
             stopped it.
+        has_joined: whether this rank is in its process group. Before, nobody can finish a step together: whoever is
+            told to stop leaves.
         others: addresses of the other nodes.
     """
 
     def __init__(
-        self, session: Session, run_dir: Path, parent_pid: int, grace_s: float, others: frozenset[str] = frozenset()
+        self,
+        session: Session,
+        run_dir: Path,
+        parent_pid: int,
+        grace_s: float,
+        has_joined: Callable[[], bool],
+        others: frozenset[str] = frozenset(),
     ) -> None:
         self._session = session
         self._run_dir = run_dir
         self._pid = os.getpid()
         self._parent_pid = parent_pid
         self._grace_s = grace_s
+        self._has_joined = has_joined
         self._others = others
         self._left = threading.Event()
         self._is_repeated = False
@@ -78,6 +88,8 @@ class Termination:
                 self._is_repeated = True
                 threading.Thread(target=self._repeat, name="leave", daemon=True).start()
             self._session.leave("another rank of this node ended")
+        elif not self._has_joined():
+            self._session.leave("asked to stop before all ranks were there")
         elif self._session.phase is not Phase.EXIT:
             self._session.request_stop("SIGTERM")
 

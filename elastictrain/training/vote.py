@@ -14,20 +14,23 @@ from elastictrain.training.device import Place
 
 
 class StopVote:
-    """One rank's part in the votes. Making it is collective.
+    """One rank's part in the votes.
 
     Args:
         place: this rank's.
     """
 
     def __init__(self, place: Place) -> None:
-        # NCCL sums on the device only: to read the result would wait for all that the device has to do.
-        self._group = dist.new_group(backend="gloo") if place.device.type != "cpu" else None
+        self._on_device = place.device.type != "cpu"
+        self._group: dist.ProcessGroup | None = None
         self._votes = torch.zeros(1, dtype=torch.int32)
         self._work: dist.Work | None = None
 
     def begin(self, wants_to_stop: bool) -> None:
-        """Casts this rank's vote; does not wait for the others'."""
+        """Casts this rank's vote; does not wait for the others'. Collective."""
+        if self._on_device and self._group is None:
+            # NCCL sums on the device only: to read the result would wait for all that the device has to do.
+            self._group = dist.new_group(backend="gloo")
         self._votes.fill_(int(wants_to_stop))
         self._work = dist.all_reduce(self._votes, group=self._group, async_op=True)
 

@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -23,7 +24,8 @@ from elastictrain.logs import Logger, make_logger
 from elastictrain.procs import die_with_parent
 from elastictrain.protocol import ENV_RUN_DIR, OUTCOME_FILE, ErrorReport, RunSpec, write_json
 from elastictrain.training import start
-from elastictrain.training.device import process_group
+from elastictrain.training.device import join_group, leave_group, take_place
+from elastictrain.training.group_start import joining
 from elastictrain.training.injection import make_session
 from elastictrain.training.job import Job
 from elastictrain.training.session import LeftBehind, Session
@@ -99,24 +101,28 @@ class _Worker:
 
     def _train(self) -> None:
         config = JobConfig.model_validate(self._spec.config)
-        with process_group(
-            device=config.elastic.device,
-            backend=config.elastic.backend,
-            timeout_s=config.elastic.process_group_timeout_s,
-            num_threads=_num_threads(config),
-        ) as place:
+        elastic = config.elastic
+        place = take_place(device=elastic.device, num_threads=_num_threads(config))
+        join = partial(join_group, place, backend=elastic.backend, timeout_s=elastic.process_group_timeout_s)
+        with joining(join) as group:
             self._session = session = make_session(self._spec, place, seed=config.seed)
             grace_s = config.supervisor.teardown_timeout_s
             self._termination = Termination(
-                session, self._run_dir, self._parent_pid, grace_s, others=self._spec.group.others
+                session,
+                self._run_dir,
+                self._parent_pid,
+                grace_s,
+                lambda: group.is_done,
+                others=self._spec.group.others,
             )
             self._termination.begin()
-            self._job = Job(self._spec, session, self._log)
+            self._job = Job(self._spec, session, self._log, await_group=group.wait)
             outcome = self._job.run()
             if place.local_rank == 0:  # every node's supervisor wants to know
                 write_json(self._run_dir / OUTCOME_FILE, asdict(outcome))
             if place.is_rank_zero:
                 self._log.info("training_ended", reason=outcome.reason)
+            leave_group()
 
     def _leave(self, error: BaseException) -> int:
         """Says why, and keeps what can be kept; returns the exit code."""

@@ -144,10 +144,13 @@ def _environment() -> dict[str, str]:
     return {**env, "PYTHONPATH": path, "COLUMNS": "200"}
 
 
-def run_cli(*args: str | Path, cwd: Path | None = None, deadline_s: float = DEADLINE_S) -> Finished:
-    """Runs `elastictrain ARGS` to its end."""
+def run_cli(
+    *args: str | Path, cwd: Path | None = None, deadline_s: float = DEADLINE_S, under: Sequence[str] = ()
+) -> Finished:
+    """Runs `elastictrain ARGS` to its end; `under` a command that runs others, where there is one."""
+    command = [*under, *_command(args)]
     done = subprocess.run(
-        _command(args), cwd=cwd, env=_environment(), capture_output=True, text=True, timeout=deadline_s, check=False
+        command, cwd=cwd, env=_environment(), capture_output=True, text=True, timeout=deadline_s, check=False
     )
     return Finished(done.returncode, done.stdout, done.stderr)
 

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from elastictrain import cgroups
 from elastictrain.core.phases import Phase
 from elastictrain.heartbeat import heartbeat_path, my_heartbeat, read_heartbeat
 from elastictrain.procs import die_with_parent
@@ -38,6 +39,7 @@ STEP_S = 0.01
 
 def agent(run_dir: Path, num_ranks: int) -> int:
     die_with_parent(os.getppid())
+    cgroups.enter(run_dir)
     ranks = []
     for rank in range(num_ranks):
         env = {**os.environ, ENV_RUN_DIR: str(run_dir), "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -146,6 +148,9 @@ def strike(plan: dict[str, Any], state: Path, rank: int, step: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "child":  # one that takes no notice of its parent's end
                 subprocess.Popen(["sleep", "1000"], start_new_session=True)
+            case "stranger":  # one that also says nowhere whose it is
+                hidden = subprocess.Popen(["sleep", "1000"], start_new_session=True, env={})
+                (state / "stranger").write_text(str(hidden.pid))
 
 
 if __name__ == "__main__":

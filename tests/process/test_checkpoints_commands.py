@@ -146,10 +146,17 @@ def test_prune(state_dir):
     store = store_of(state_dir)
     store.pin(RUN_ID, 2, "another run")
     (store.path / snapshot_name(4, RUN_ID) / "model.safetensors").unlink()
+    leftover = store.path / snapshot_name(6, RUN_ID)
+    leftover.mkdir()
     plan = as_json("prune", "--state-dir", state_dir, "--keep-last", 1, "--dry-run")
     assert plan["deleted"] == [snapshot_name(step, RUN_ID) for step in (1, 3, 4)]
+    assert plan["leftovers"] == [leftover.name]
+    assert f"would delete {leftover.name}" in command("prune", "--state-dir", state_dir, "--dry-run").stdout
     assert len(store.snapshots()) == 5
-    assert as_json("prune", "--state-dir", state_dir, "--keep-last", 1)["deleted"] == plan["deleted"]
+    assert leftover.exists()
+    done = as_json("prune", "--state-dir", state_dir, "--keep-last", 1)
+    assert (done["deleted"], done["leftovers"]) == (plan["deleted"], plan["leftovers"])
+    assert not leftover.exists()
     assert [s.global_step for s in store.snapshots()] == [5, 2]
 
 

@@ -74,6 +74,7 @@ def test_metrics_are_what_prometheus_reads(state: Path) -> None:
     assert sum(states.values()) == 1
     assert {s.labels["rank"] for s in families["elastictrain_rank_step"].samples} == {"0", "1"}
     assert {s.labels["tier"] for s in families["elastictrain_snapshot_age_seconds"].samples} == {"memory", "durable"}
+    assert [s.value for s in families["elastictrain_store_error_seconds"].samples] == [0]
 
 
 def test_logs_and_incidents(state: Path) -> None:

@@ -7,11 +7,8 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -19,7 +16,12 @@ from typing import Any
 
 import pytest
 import urllib3
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, RendezvousStateError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousParameters,
+    RendezvousStateError,
+)
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousSettings,
     RendezvousTimeout,
@@ -27,14 +29,17 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
+from elastictrain.errors import ConfigError
 from elastictrain.kv.client import EtcdClient
 from elastictrain.kv.settings import EtcdSettings
 from elastictrain.rendezvous.backend import PREFIX, EtcdBackend, EtcdRefusesError, RoundStore
 from elastictrain.rendezvous.codec import decode, encode
 from elastictrain.rendezvous.entry import BACKEND
 from elastictrain.rendezvous.holder import EtcdStateHolder
+from tests.nodes.clock import shifted_clock
 from tests.process.etcd_cluster import NEEDS_ETCD, Cluster, etcd
-from tests.process.helpers import ROOT, all_gone, descendants, wait_until
+from tests.process.etcd_runs import runs
+from tests.process.helpers import descendants, wait_until
 
 pytestmark = NEEDS_ETCD
 
@@ -301,6 +306,46 @@ def test_tls_with_certificates_on_both_sides(tmp_path: Path) -> None:
                 _backend(cluster, **bad).get_state()
 
 
+def test_certificates_and_a_password_by_options(tmp_path: Path) -> None:
+    """As torchrun hands them over: to a handler, over TLS, with a user."""
+    _certificate(tmp_path, "ca", "-addext", "keyUsage=critical,keyCertSign,cRLSign")
+    signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-addext", "basicConstraints=critical,CA:FALSE")
+    _certificate(tmp_path, "server", *signed, "-addext", "subjectAltName=IP:127.0.0.1")
+    (tmp_path / "password").write_text("r00t\n")
+    served = ["--cert-file", str(tmp_path / "server.pem"), "--key-file", str(tmp_path / "server.key")]
+    with etcd(tmp_path, size=1, server_options=served, ca_cert=tmp_path / "ca.pem") as cluster:
+        admin = urllib3.PoolManager(ca_certs=str(tmp_path / "ca.pem"))
+        user = {"name": "root", "password": "r00t"}
+        for method, body in (("user/add", user), ("user/grant", {"user": "root", "role": "root"}), ("enable", {})):
+            answer = admin.request("POST", f"{cluster.urls[0]}/v3/auth/{method}", json=body)
+            assert answer.status == 200, answer.data
+
+        options: dict[str, str] = {
+            "user": "root",
+            "password_file": f"{tmp_path}/password",
+            "ca_cert": f"{tmp_path}/ca.pem",
+        }
+        (found,) = entry_points(group="torchrun.handlers", name=BACKEND)
+
+        def handler(endpoint: str, run_id: str = "secured", **changes: str) -> RendezvousHandler:
+            parameters = RendezvousParameters(BACKEND, endpoint, run_id, 1, 2, **{**options, **changes})
+            made: RendezvousHandler = found.load()()(parameters)
+            return made
+
+        address = cluster.urls[0].removeprefix("https://")
+        for endpoint in (address, cluster.urls[0]):
+            made = handler(endpoint, endpoint)
+            assert not made.is_closed()
+            made.set_closed()
+            assert handler(address, endpoint).is_closed()
+        (tmp_path / "other").write_text("wr0ng")
+        with pytest.raises(EtcdRefusesError) as caught:
+            handler(address, password_file=f"{tmp_path}/other").set_closed()
+        assert "wr0ng" not in str(caught.value)
+        with pytest.raises(ConfigError, match=f"certificates for etcd cannot be used.*{tmp_path}/password"):
+            handler(address, ca_cert=f"{tmp_path}/password")
+
+
 # ---- under torchrun
 
 
@@ -313,113 +358,15 @@ def test_torch_finds_the_handler_by_its_entry_point(shared: Cluster) -> None:
     assert not handler.is_closed()
 
 
-@dataclass(frozen=True)
-class Rank:
-    """What one rank said last."""
-
-    restarts: int
-    rank: int
-    pid: int
-    step: int
-    world: int
-
-
-class Run:
-    """Agents of one run, as `torchrun` starts them."""
-
-    def __init__(self, folder: Path, cluster: Cluster, nodes: str) -> None:
-        self._folder = folder
-        self._cluster = cluster
-        self._nodes = nodes
-        self.agents: list[subprocess.Popen[bytes]] = []
-
-    def start_agent(self) -> subprocess.Popen[bytes]:
-        name = f"agent{len(self.agents)}"
-        conf = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=8,close_timeout=20,request_timeout_s=2"
-        with (self._folder / f"{name}.log").open("wb") as log:
-            agent = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "torch.distributed.run", "--nnodes", self._nodes, "--nproc-per-node", "1"),
-                    *("--max-restarts", "5", "--rdzv-backend", BACKEND, "--rdzv-endpoint", self._cluster.endpoint),
-                    *("--rdzv-id", self._folder.name, "--rdzv-conf", conf, "--local-addr", "127.0.0.1"),
-                    *("--log-dir", str(self._folder / f"{name}.ranks")),
-                    *(str(ROOT / "tests/process/rendezvous_payload.py"), str(self._folder)),
-                ],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdout=log,
-                stderr=log,
-            )
-        self.agents.append(agent)
-        return agent
-
-    def ranks(self) -> dict[int, Rank]:
-        """By pid, all that ever took a step."""
-        found = {}
-        for path in self._folder.glob("*.rank"):
-            restarts, rank, pid = map(int, path.stem.split("-"))
-            step, world = map(int, path.read_text().split())
-            found[pid] = Rank(restarts, rank, pid, step, world)
-        return found
-
-    def wait_group(self, size: int, known: set[int]) -> dict[int, Rank]:
-        """Until `size` ranks that are not in `known` take steps together."""
-
-        def group() -> dict[int, Rank] | None:
-            for agent in self.agents:
-                assert agent.poll() is None or agent.returncode == -signal.SIGKILL, self.logs()
-            new = {pid: rank for pid, rank in self.ranks().items() if pid not in known and rank.world == size}
-            return new if {rank.rank for rank in new.values()} == set(range(size)) else None
-
-        try:
-            found: dict[int, Rank] = wait_until(group)
-        except TimeoutError:
-            raise AssertionError(self.logs()) from None
-        return found
-
-    def wait_steps(self, group: dict[int, Rank], count: int) -> None:
-        """Until each rank of the group took `count` steps more than it has now."""
-        before = self.ranks()
-        try:
-            wait_until(lambda: all(self.ranks()[pid].step >= before[pid].step + count for pid in group))
-        except TimeoutError:
-            raise AssertionError(self.logs()) from None
-
-    def finish(self, *agents: subprocess.Popen[bytes]) -> None:
-        """Lets the ranks come to their end, and the agents with them."""
-        (self._folder / "stop").touch()
-        for agent in agents:
-            assert agent.wait(90) == 0, self.logs()
-
-    def logs(self) -> str:
-        return "\n".join(f"---- {path.name}\n{path.read_text()}" for path in sorted(self._folder.glob("agent*.log")))
-
-
 def _stored(cluster: Cluster, run_id: str) -> _RendezvousState:
     found = _backend(cluster, run_id).get_state()
     assert found is not None
     return decode(found[0], run_id)
 
 
-@contextmanager
-def _run(folder: Path, cluster: Cluster, nodes: str) -> Iterator[Run]:
-    run = Run(folder, cluster, nodes)
-    ranks = []
-    try:
-        yield run
-    finally:
-        for agent in run.agents:
-            if agent.poll() is None:
-                ranks += descendants(agent.pid)
-                agent.kill()
-                agent.wait()
-        for rank in ranks:
-            rank.kill()
-        wait_until(lambda: all_gone(ranks))
-
-
 @pytest.mark.long
 def test_a_group_restarts_with_a_new_store_and_finishes(tmp_path: Path, shared: Cluster) -> None:
-    with _run(tmp_path, shared, "2") as run:
+    with runs(tmp_path, shared.endpoint, "2") as run:
         run.start_agent()
         run.start_agent()
         known: set[int] = set()
@@ -437,7 +384,7 @@ def test_a_group_restarts_with_a_new_store_and_finishes(tmp_path: Path, shared: 
 @pytest.mark.long
 def test_training_goes_on_without_etcd_and_a_restart_waits_for_it(tmp_path: Path) -> None:
     (tmp_path / "etcd").mkdir()
-    with etcd(tmp_path / "etcd") as cluster, _run(tmp_path, cluster, "2") as run:
+    with etcd(tmp_path / "etcd") as cluster, runs(tmp_path, cluster.endpoint, "2") as run:
         run.start_agent()
         run.start_agent()
         group = run.wait_group(2, set())
@@ -471,7 +418,7 @@ def test_training_goes_on_without_etcd_and_a_restart_waits_for_it(tmp_path: Path
 
 @pytest.mark.long
 def test_the_agent_that_serves_the_store_is_killed_and_another_joins(tmp_path: Path, shared: Cluster) -> None:
-    with _run(tmp_path, shared, "1:2") as run:
+    with runs(tmp_path, shared.endpoint, "1:2") as run:
         agents = {run.start_agent().pid: run.agents[0], run.start_agent().pid: run.agents[1]}
         group = run.wait_group(2, set())
         first = next(rank.pid for rank in group.values() if rank.rank == 0)
@@ -485,3 +432,37 @@ def test_the_agent_that_serves_the_store_is_killed_and_another_joins(tmp_path: P
         joined = run.start_agent()
         run.wait_group(2, set(run.ranks()))
         run.finish(survivor, joined)
+
+
+@pytest.mark.long
+def test_nodes_whose_clocks_are_wrong(tmp_path: Path, shared: Cluster) -> None:
+    """One whose clock is ahead has set the deadline of the round, and died.
+
+    By the clock of the next it is two hours away. Then one comes whose clock is right, and neither takes the other for
+    dead.
+    """
+    ghost = _NodeDesc("ghost", 1, 0)
+    left = _RendezvousState()
+    left.participants[ghost] = 0
+    left.last_heartbeats[ghost] = datetime.now(UTC) + timedelta(hours=1)
+    left.deadline = left.last_heartbeats[ghost] + timedelta(seconds=1)
+    assert _backend(shared, tmp_path.name).set_state(encode(left))
+    with runs(tmp_path, shared.endpoint, "1:3") as run:
+        run.start_agent(shifted_clock(tmp_path, -3600))
+        alone = run.wait_group(1, set())
+        (behind,) = _stored(shared, tmp_path.name).last_heartbeats.values()
+        assert datetime.now(UTC) - behind > timedelta(minutes=50), "its clock is wrong"
+        run.wait_steps(alone, 10)
+        run.start_agent()
+        run.wait_group(2, set(alone))
+        before = _stored(shared, tmp_path.name)
+        longer = timedelta(seconds=10)  # than nodes may be silent
+        wait_until(
+            lambda: all(
+                _stored(shared, tmp_path.name).last_heartbeats[node] > beat + longer
+                for node, beat in before.last_heartbeats.items()
+            )
+        )
+        after = _stored(shared, tmp_path.name)
+        assert (after.round, set(after.participants)) == (before.round, set(before.participants))
+        run.finish(*run.agents)

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from elastictrain.core.events import Event, Kind, Moment
 from elastictrain.errors import StorageError
 from elastictrain.supervisor import journal as journal_module
-from elastictrain.supervisor.journal import Journal, JournalReader, as_json
+from elastictrain.supervisor.journal import Journal
+from elastictrain.supervisor.journal_reader import JournalReader, as_json
 from elastictrain.supervisor.record import Record, read_status
 from tests.process.helpers import ROOT, wait_until
 
@@ -83,7 +84,7 @@ def test_ids_go_on_after_a_restart_also_if_the_clock_was_set_back(tmp_path: Path
 def test_others_read_while_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "journal.db"
     script = (
-        "import sys; from pathlib import Path; from elastictrain.supervisor.journal import JournalReader\n"
+        "import sys; from pathlib import Path; from elastictrain.supervisor.journal_reader import JournalReader\n"
         "seen = []\n"
         "for batch in JournalReader(Path(sys.argv[1])).follow(poll_s=0.01):\n"
         "    seen += [event.fields['n'] for event in batch]\n"

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from elastictrain import cgroups
 from elastictrain.cli.state_dir import StateDir
 from elastictrain.config import load_job
 from elastictrain.core.phases import Phase
@@ -94,6 +95,7 @@ def started(folder: Path, *overrides: str, **job: Any) -> Iterator[Group]:
     finally:
         agent.kill()
         agent.wait()
+        wait_until(lambda: not cgroups.end(incarnation.run_dir) and cgroups.group_of(incarnation.run_dir) is None)
         for child in children:
             if child.is_running():
                 child.kill()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from elastictrain.checkpoint.faults import ENV_FAULT
 from elastictrain.checkpoint.format import TRAINER_FILE, read_layout
 from elastictrain.checkpoint.memory_tier import MemoryTier, SlotWriter
 from elastictrain.checkpoint.store import Store, open_store
@@ -370,8 +371,13 @@ def test_a_source_that_is_not_there(tmp_path: Path) -> None:
         find_source(str(tmp_path / "elsewhere"), {})
     source = find_source(str(tmp_path / "state" / "snapshots"), {})
     assert source.global_step == 2
+    child = StartOptions(source=source)
+    go(tmp_path / "child", options=child, environment={ENV_FAULT: "memory.begin:1:kill"}, expect_success=False)
     shutil.rmtree(tmp_path / "state" / "snapshots")
-    run = go(tmp_path / "child", options=StartOptions(source=source), expect_success=False)
+    with pytest.raises(MissingInputError, match=r"step 2 in .* is deleted"):
+        go(tmp_path / "late", options=child)
+    assert JobIdentity.read(tmp_path / "late" / "state") is None, "nothing has begun"
+    run = go(tmp_path / "child", expect_success=False)
     assert run.codes == [65]
     assert "the snapshot of step 2 to begin with is not in" in run.errors[0].what
 

@@ -28,10 +28,12 @@ from elastictrain.core.window import WindowPlan
 from elastictrain.logs import make_logger
 from elastictrain.training.device import Place
 from elastictrain.training.ema import Ema
+from elastictrain.training.host_copy import HostCopy
 from elastictrain.training.precision import Precision
 from elastictrain.training.replica import Replica
 from elastictrain.training.session import Session
-from elastictrain.training.snapshot import Origin, Snapshotter
+from elastictrain.training.snapshot import Snapshotter
+from elastictrain.training.snapshot_writer import Origin
 from elastictrain.training.state import TrainingState
 from elastictrain.training.task import BoundTask
 from elastictrain.training.trainee import Trainee
@@ -136,17 +138,15 @@ class Held:
     """Holds the snapshot's thread back at its first copy."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from elastictrain.training.snapshot import CopyJob
-
         self.go_on = threading.Event()
-        work = CopyJob.work
+        work = HostCopy.work
 
-        def slow(job: CopyJob) -> None:
+        def slow(job: HostCopy) -> None:
             if threading.current_thread() is not threading.main_thread():
                 assert self.go_on.wait(60)
             work(job)
 
-        monkeypatch.setattr(CopyJob, "work", slow)
+        monkeypatch.setattr(HostCopy, "work", slow)
 
 
 def test_weights_set_at_once_after_the_copy_began(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

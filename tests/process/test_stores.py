@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import threading
+import time
 import uuid
 from pathlib import Path
 
@@ -14,10 +16,12 @@ from elastictrain.checkpoint.catalog import first_sound, newest_first, open_cand
 from elastictrain.checkpoint.format import snapshot_name
 from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
 from elastictrain.checkpoint.store import open_store
-from elastictrain.errors import ConfigError, SnapshotDamagedError, StorageError
+from elastictrain.errors import ConfigError, MissingInputError, SnapshotDamagedError, StorageError
+from elastictrain.procs import Identity
 from elastictrain.testing import faulty_fs
 from tests.process.snapshot_payload import RUN_ID, assert_holds, layouts, store_of, tier_of, write
 
+DEADLINE_S = 60.0
 FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "trainer.json"]
 
 
@@ -90,6 +94,89 @@ def test_delete_and_pins(store, tier):
         store.read_manifest(name)
 
 
+def pinned(store, step: int) -> bool:
+    """Pins; False if it came too late."""
+    try:
+        store.pin(RUN_ID, step, "another")
+    except MissingInputError:
+        return False
+    return True
+
+
+def assert_agreed(store, name: str, step: int, has_pin: bool, deleted: bool) -> None:
+    """Whoever pins and whoever deletes believe the same, and it is so."""
+    assert has_pin is not deleted
+    assert (name in [s.name for s in store.snapshots()]) is has_pin
+    assert ((RUN_ID, step) in store.pins()) is has_pin
+    if has_pin:
+        assert store.verify(name) == []
+        assert store._marks(name) == []
+
+
+@pytest.mark.parametrize("when", ["first pins", "mark", "second pins", "manifest"])
+def test_a_pin_at_any_moment_of_a_deletion(store, tier, monkeypatch, when):
+    """The pin begins right before each thing that the deletion does, and waits or not: they agree."""
+    name, answers = put(store, tier, 1), []
+    written = threading.Event()
+    pinner = threading.Thread(target=lambda: answers.append(pinned(store, 1)))
+    write_pin, pins, mark, delete = store._write_pin, store.pins, store._mark, store.delete
+    looks = iter(["first pins", "second pins"])
+
+    def noting(*args) -> None:
+        write_pin(*args)
+        written.set()
+
+    def begin_at(place: str) -> None:
+        if place == when:
+            pinner.start()
+            assert written.wait(DEADLINE_S)
+
+    monkeypatch.setattr(store, "_write_pin", noting)
+    monkeypatch.setattr(store, "pins", lambda: begin_at(next(looks, "")) or pins())
+    monkeypatch.setattr(store, "_mark", lambda *args: begin_at("mark") or mark(*args))
+    monkeypatch.setattr(store, "delete", lambda *args: begin_at("manifest") or delete(*args))
+    deleted = store.delete_unless_pinned(name)
+    pinner.join()
+    assert_agreed(store, name, 1, answers[0], deleted)
+    assert deleted is (when == "manifest"), "only a pin that comes after the last look is too late"
+
+
+@pytest.mark.parametrize("when", ["_write_pin", "_marks", "snapshots"])
+def test_a_deletion_at_any_moment_of_a_pin(store, tier, monkeypatch, when):
+    """All of the deletion happens right before each thing that whoever pins does."""
+    name, deleted = put(store, tier, 1), []
+    original = getattr(store, when)
+
+    def interrupted(*args):
+        monkeypatch.undo()
+        deleted.append(store.delete_unless_pinned(name))
+        return original(*args)
+
+    monkeypatch.setattr(store, when, interrupted)
+    has_pin = pinned(store, 1)
+    assert_agreed(store, name, 1, has_pin, deleted[0])
+    assert deleted[0] is (when == "_write_pin")
+
+
+def test_who_was_killed_while_deleting_leaves_no_pin_that_does_not_hold(store, tier, tmp_path, monkeypatch):
+    """Its mark stays: a pin is refused after a while, and the next deletion goes through."""
+    name = put(store, tier, 1)
+
+    def killed(_point: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("elastictrain.checkpoint.faults.point", killed)
+    with pytest.raises(KeyboardInterrupt):
+        store.delete_unless_pinned(name)
+    monkeypatch.undo()
+    assert check(store, tmp_path) == [1], "it is still whole"
+    with pytest.raises(MissingInputError, match=r"step 1 in .* just being deleted"):
+        store.pin(RUN_ID, 1, "another", patience_s=0.1)
+    assert store.pins() == {}
+    assert store.delete_unless_pinned(name)
+    assert store.snapshots() == []
+
+
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("tier_name", ["memory", "durable"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
@@ -155,22 +242,31 @@ def test_a_source_that_was_damaged_is_not_stored(tier, tmp_path, protocol):
     assert store.snapshots() == []
 
 
-def test_leftovers_of_dead_writers_go_and_those_of_living_ones_stay(tier, tmp_path):
+@pytest.mark.parametrize("jump_s", [-3600.0, 0.0, 3600.0])
+def test_leftovers_of_dead_writers_go_and_those_of_living_ones_stay(tier, tmp_path, jump_s):
+    """Whatever the clock said when they were written."""
     store = store_of(tmp_path)
     name = put(store, tier, 1)
     dead = subprocess.Popen(["true"])
     dead.wait()
     host = os.uname().nodename
-    living = f".tmp-{snapshot_name(2, RUN_ID)}-{host}-{os.getpid()}-00000000"
-    elsewhere = f".tmp-{snapshot_name(2, RUN_ID)}-other_host-{dead.pid}-00000000"
+    me = Identity.mine()
+    writer = f"{me.pid}.{me.started_ticks}.{me.boot}"
+    living = f".tmp-{snapshot_name(2, RUN_ID)}-{host}-{writer}-00000000"
+    elsewhere = f".tmp-{snapshot_name(2, RUN_ID)}-other_host-{dead.pid}.1.{me.boot}-00000000"
     gone = [
-        f".tmp-{snapshot_name(2, RUN_ID)}-{host}-{dead.pid}-00000000",
+        f".tmp-{snapshot_name(2, RUN_ID)}-{host}-{dead.pid}.{me.started_ticks}.{me.boot}-00000000",
+        f".tmp-{snapshot_name(2, RUN_ID)}-{host}-{me.pid}.{me.started_ticks - 1}.{me.boot}-00000000",  # the same number
+        f".tmp-{snapshot_name(2, RUN_ID)}-{host}-{me.pid}.{me.started_ticks}.00000000-00000000",  # before a reboot
         f".damaged-{name}-00000000",
         snapshot_name(2, RUN_ID),
     ]
     for folder in [living, elsewhere, *gone]:
         (store.path / folder).mkdir()
         (store.path / folder / "model.safetensors").write_text("x")
+        os.utime(store.path / folder, (time.time() + jump_s,) * 2)
+    assert store.leftovers() == sorted(gone)
+    assert len(list(store.path.iterdir())) == 6, "only asked"
     assert store.clean_leftovers() == sorted(gone)
     assert sorted(p.name for p in store.path.iterdir()) == sorted([living, elsewhere, name])
 

@@ -23,7 +23,7 @@ from elastictrain.core.lifecycle import State
 from elastictrain.errors import BusyError, IllegalTransitionError
 from elastictrain.heartbeat import heartbeat_paths, read_heartbeat
 from elastictrain.protocol import ENV_RUN_DIR, JOURNAL_FILE, read_error_reports
-from elastictrain.supervisor.journal import JournalReader
+from elastictrain.supervisor.journal_reader import JournalReader
 from elastictrain.supervisor.supervisor import Supervisor
 from tests.process.faulty import GLOBAL_BATCH
 from tests.process.helpers import (

@@ -102,7 +102,8 @@ def test_nothing_happens(tmp_path: Path) -> None:
     assert done.causes == ["complete"]
     kinds = [kind for kind in done.kept.kinds() if kind != "progress"]
     assert kinds == [
-        "supervisor_started", "incarnation_started", "ranks_training", "incarnation_ended", "completed",
+        "supervisor_started", "incarnation_started", "training_started", "ranks_training", "incarnation_ended",
+        "completed",
     ]  # fmt: skip
 
 

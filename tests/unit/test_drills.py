@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 
 from elastictrain.armed import ArmedFault, DrillDir
 from elastictrain.config import load_job
-from elastictrain.core.drill_verdict import Seen, objections
+from elastictrain.core.drill_verdict import Seen, SeenLive, live_objections, objections
 from elastictrain.core.faults import BY_NAME, TABLE, Action, Expect, Outside, Who, allowed_steps_lost, select
 from elastictrain.core.phases import Phase
 from elastictrain.core.soak import parse_duration_s, schedule, soakable
 from elastictrain.drill.compare import FinalState, first_difference
+from elastictrain.drill.judge import Row
 from elastictrain.drill.live import check_live
 from elastictrain.drill.outside import damage_file
+from elastictrain.drill.report import as_document, not_held
 from elastictrain.drill.settings import MIN_STEPS, load_drill_job, refusal
 from elastictrain.errors import UsageError
 
@@ -42,7 +44,8 @@ NAMES = [
     "storage-outage",
     "disk-full",
     "preempt",
-    "clock-jump",
+    "clock-back",
+    "clock-forward",
     "nan-loss",
     "poison-sample",
 ]
@@ -59,8 +62,10 @@ def test_the_table_has_every_fault_once():
 @pytest.mark.parametrize("fault", TABLE, ids=lambda fault: fault.name)
 def test_a_fault_is_explained_and_consistent(fault):
     assert fault.explanation.endswith((".", ")"))
-    # What is done from outside needs a rank that holds, and nothing else does.
-    assert (fault.outside is not Outside.NOTHING) == (fault.action is Action.HOLD)
+    # What is done from outside needs a rank that holds, and nothing else does: whoever starts a supervisor again comes
+    # after its death.
+    assert (fault.outside not in (Outside.NOTHING, Outside.START_AGAIN)) == (fault.action is Action.HOLD)
+    assert (fault.outside is Outside.START_AGAIN) == (fault.action is Action.KILL_SUPERVISOR)
     if fault.in_soak:
         assert fault.expect is Expect.RESUME
 
@@ -98,7 +103,15 @@ GOOD = {
         True, 0, complete=True, difference="", num_restarts=1, passed_over=True, steps_lost=2, allowed_steps_lost=2
     ),
     Expect.SKIP: Seen(True, 0, complete=True, difference="", num_skipped=1),
-    Expect.HALT: Seen(True, 79, difference="", halt_reason="step 5 fails: samples 3, 4", halted_where=("step 5",)),
+    Expect.HALT: Seen(
+        True,
+        79,
+        difference="",
+        halt_reason="step 5 fails: samples 3, 4",
+        halted_where=("step 5",),
+        kept_step=4,
+        due_steps=(4, 4),
+    ),
 }
 
 
@@ -138,11 +151,43 @@ def test_whatever_is_wrong_is_said(fault, words):
         (Expect.HALT, {"exit_code": 0}, "79 expected"),
         (Expect.HALT, {"exit_code": None}, "still being restarted"),
         (Expect.HALT, {"halt_reason": "step 6 fails"}, 'does not say "step 5"'),
+        (Expect.HALT, {"kept_step": None}, "no sound snapshot was kept"),
+        (Expect.HALT, {"kept_step": 3}, "is of step 3, not of step 4, before the step that fails"),
+        (Expect.HALT, {"kept_step": 5}, "is of step 5, not of step 4"),
+        (Expect.HALT, {"kept_step": 1, "due_steps": (2, 4)}, "is of step 1, not of a step from 2 to 4"),
     ],
 )
 def test_what_is_missing_is_said(expect, worse, words):
     fault = next(fault for fault in TABLE if fault.expect is expect)
     assert any(words in said for said in objections(fault, replace(GOOD[expect], **worse)))
+
+
+# ---- the verdict on a running job
+
+
+@pytest.mark.parametrize(
+    ("name", "seen", "lost", "said"),
+    [
+        ("kill-rank", SeenLive(30, 30, 25, world_size=2), 0, ""),
+        ("kill-rank", SeenLive(30, 29, 25, world_size=2), 1, "1 step done again, none allowed"),
+        ("kill-rank", SeenLive(30, 25, 25, world_size=1), 5, ""),
+        ("kill-rank", SeenLive(30, 26, 25, world_size=1), 4, ""),
+        ("kill-rank", SeenLive(30, 24, 25, world_size=1), 6, "6 steps done again, 5 allowed"),
+        ("kill-rank", SeenLive(30, 24, 30, world_size=1), 6, "6 steps done again, none allowed"),
+        ("kill-rank", SeenLive(30, 0, 0, world_size=1), 30, ""),
+        ("stop-rank", SeenLive(30, 0, 25, world_size=1), 30, "step 25, and step 0 was restored"),
+        # Its rank lives, and keeps its state.
+        ("kill-agent", SeenLive(30, 25, 25, world_size=1), 5, "5 steps done again, none allowed"),
+        ("kill-agent", SeenLive(30, 30, 25, world_size=1), 0, ""),
+        ("kill-rank", SeenLive(None, None, 25, world_size=1), None, ""),
+        ("kill-rank", SeenLive(30, 31, 25, world_size=2), 0, ""),
+    ],
+)
+def test_a_running_job_loses_what_its_snapshots_allow(name, seen, lost, said):
+    assert seen.steps_lost == lost
+    found = live_objections(BY_NAME[name], seen)
+    assert [words for words in found if said not in words] == []
+    assert bool(found) == bool(said)
 
 
 # ---- a soak
@@ -156,6 +201,17 @@ def test_a_schedule_follows_from_its_seed(seed, num_steps, mean):
     assert steps == sorted(set(steps))
     assert all(2 < step <= num_steps - 2 for step in steps)
     assert len({strike.id(number) for number, strike in enumerate(first)}) == len(first)
+
+
+@given(st.integers(0, 2**32), st.integers(20, 3000), st.floats(1.0, 60.0))
+def test_no_kind_comes_again_before_all_have_come(seed, num_steps, mean):
+    kinds = soakable()
+    drawn = [s.fault for s in schedule(seed, num_steps=num_steps, mean_steps_between=mean, faults=kinds)]
+    for begin in range(0, len(drawn), len(kinds)):
+        a_round = drawn[begin : begin + len(kinds)]
+        assert len(set(a_round)) == len(a_round)
+    orders = {tuple(drawn[begin : begin + len(kinds)]) for begin in range(0, len(drawn) - len(kinds) + 1, len(kinds))}
+    assert len(orders) >= min(2, len(drawn) // len(kinds)), "every round is shuffled anew"
 
 
 def test_gaps_have_the_mean_they_were_given():
@@ -196,6 +252,7 @@ def test_a_drill_touches_neither_store_nor_ports_of_the_job(tmp_path):
         train={"max_epochs": 3, "micro_batch_size": 1},
         checkpoint={"url": "s3://mine/here", "storage_options": {"key": "k"}, "every_s": 60.0, "keep_last": 1},
         supervisor={"metrics_port": 9400, "min_step_timeout_s": 7.0},
+        elastic={"nodes": "2:4", "rendezvous": "c10d://node0:29400"},
     )
     job = load_drill_job(target, ["seed=3"], steps=None, at_step=None)
     config = resolved(job, tmp_path)
@@ -203,6 +260,7 @@ def test_a_drill_touches_neither_store_nor_ports_of_the_job(tmp_path):
     assert config.checkpoint.storage_options == {}
     assert (config.checkpoint.every_steps, config.checkpoint.keep_last, config.checkpoint.is_auto) == (5, 3, False)
     assert config.supervisor.metrics_port == 0
+    assert (config.elastic.rendezvous, config.elastic.nodes) == ("local", "1")
     assert config.supervisor.min_step_timeout_s == 7.0
     assert (config.train.max_steps, config.metrics.every_steps, config.seed, config.name) == (40, 1, 3, "mine")
 
@@ -266,6 +324,35 @@ def test_a_torn_last_line_of_a_trace_is_left_out(tmp_path):
     assert [(n, rank, len(lines)) for n, rank, lines in folder.traces()] == [(3, 1, 1)]
 
 
+# ---- the report
+
+
+def a_row(fault, verdict):
+    return Row(fault, "", None, None, None, None, None, None, "", verdict, "")
+
+
+ROWS = [a_row("kill-rank", "holds"), a_row("oom-kill", "refused"), a_row("preempt", "fails")]
+
+
+@pytest.mark.parametrize(
+    ("rows", "asked", "failed"),
+    [
+        (ROWS[:1], {"kill-rank"}, []),
+        (ROWS[:2], {"all"}, []),
+        (ROWS[:2], {"all", "oom-kill"}, ["oom-kill"]),
+        (ROWS[1:2], {"oom-kill"}, ["oom-kill"]),
+        (ROWS, {"all"}, ["preempt"]),
+        (ROWS, {"oom-kill", "preempt", "kill-rank"}, ["oom-kill", "preempt"]),
+    ],
+)
+def test_what_was_asked_for_by_name_does_not_hold_when_it_is_refused(rows, asked, failed):
+    assert not_held(rows, asked) == failed
+    document = as_document(rows, {}, asked)
+    assert document["holds"] is (failed == [])
+    assert document["refused"] == [row.fault for row in rows if row.verdict == "refused"]
+    assert document["fails"] == [row.fault for row in rows if row.verdict == "fails"]
+
+
 # ---- comparison
 
 
@@ -304,7 +391,7 @@ def test_names_the_first_differing_tensor():
     both = replace(other, tensors={**other.tensors, ("model.safetensors", "w"): "9"})
     assert first_difference(LINES, LINES, FINAL, both) == "tensor w in model.safetensors"
     assert "counters" in first_difference(LINES, LINES, FINAL, replace(FINAL, trainer={**TRAINER, "counters": "{1}"}))
-    assert "ended at step 2" in first_difference(LINES, LINES, FINAL, replace(FINAL, step=2))
+    assert "kept step 2" in first_difference(LINES, LINES, FINAL, replace(FINAL, step=2))
 
 
 @given(st.binary(min_size=2, max_size=500), st.booleans())

@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 from elastictrain.errors import ConfigError
 from elastictrain.kv.settings import PASSWORD_VARIABLE, parse_settings
 from elastictrain.rendezvous.codec import MAX_SIZE_BYTES, decode, encode
-from elastictrain.rendezvous.holder import Silence
+from elastictrain.rendezvous.holder import Moments, Silence
 
 COUNTS = st.integers(0, 2**63 - 1)
 NODES = st.builds(_NodeDesc, st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40), COUNTS, COUNTS)
@@ -197,3 +197,66 @@ def test_time_in_which_nobody_could_look_does_not_count(noticed: bool) -> None:
     back = 10 if noticed else 100
     found = [silence.look({B: _beat(0)}, now) for now in range(back, back + 16)]
     assert found == [[]] * 15 + [[B]]
+
+
+# ---- whose time it is
+
+HOUR = timedelta(hours=1)
+OFFSETS = st.timedeltas(-HOUR, HOUR)
+LAST_CALL_S = 30.0
+
+
+def _with_moments(deadline: datetime | None = None, heartbeat: datetime | None = None) -> _RendezvousState:
+    state = _RendezvousState()
+    state.deadline = deadline
+    if heartbeat is not None:
+        state.last_heartbeats[A] = heartbeat
+    return state
+
+
+@given(OFFSETS, OFFSETS, st.lists(OFFSETS, min_size=1, max_size=4))
+def test_a_deadline_comes_one_last_call_after_it_was_first_seen(
+    setters: timedelta, ours: timedelta, jumps: list[timedelta]
+) -> None:
+    """Whatever the clock of the node that has set it says, and however ours is set meanwhile."""
+    stored = EPOCH + setters + timedelta(seconds=LAST_CALL_S)
+    moments = Moments(last_call_s=LAST_CALL_S, node=A)
+    for place, jump in enumerate([timedelta(), *jumps]):
+        passed_s = place * LAST_CALL_S / len(jumps)
+        now = EPOCH + ours + jump + timedelta(seconds=passed_s)
+        state = _with_moments(stored)
+        moments.take_in(state, 1000.0 + passed_s, now)
+        assert state.deadline is not None
+        left_s = (state.deadline - now).total_seconds()
+        assert left_s == pytest.approx(LAST_CALL_S - passed_s, abs=1e-4)
+        moments.give_out(state)
+        assert state.deadline == stored, "others would count anew"
+
+
+def test_another_deadline_counts_anew() -> None:
+    moments = Moments(last_call_s=LAST_CALL_S, node=A)
+    for stored, now_s in ((EPOCH, 0.0), (EPOCH - HOUR, 20.0)):
+        state = _with_moments(stored)
+        moments.take_in(state, now_s, EPOCH)
+        assert state.deadline == EPOCH + timedelta(seconds=LAST_CALL_S)
+
+
+@pytest.mark.parametrize("jump", [-HOUR, HOUR])
+def test_our_next_heartbeat_is_due_in_time_though_our_clock_is_set(jump: timedelta) -> None:
+    moments = Moments(last_call_s=LAST_CALL_S, node=A)
+    state = _with_moments(heartbeat=EPOCH)
+    moments.take_in(state, 0.0, EPOCH)
+    for now_s in (2.0, 5.0):  # as at a look that etcd is not asked for
+        moments.give_out(state)
+        assert state.last_heartbeats == {A: EPOCH}
+        moments.take_in(state, now_s, EPOCH + jump)
+        assert EPOCH + jump - state.last_heartbeats[A] == timedelta(seconds=now_s)
+
+
+def test_what_torch_has_set_meanwhile_is_given_out_as_it_is() -> None:
+    moments = Moments(last_call_s=LAST_CALL_S, node=A)
+    state = _with_moments(EPOCH, EPOCH)
+    moments.take_in(state, 0.0, EPOCH)
+    state.deadline = state.last_heartbeats[A] = EPOCH + HOUR
+    moments.give_out(state)
+    assert (state.deadline, state.last_heartbeats[A]) == (EPOCH + HOUR, EPOCH + HOUR)

@@ -17,6 +17,7 @@ from elastictrain.cli.service_commands import app
 from elastictrain.cli.service_units import Installation, hidden_part, write_reference
 from elastictrain.config.schema import CheckpointConfig
 from elastictrain.core.events import Kind
+from elastictrain.core.policy import RankEnd, classify
 from elastictrain.core.status import EXIT_CODES
 from elastictrain.supervisor.schema import render
 
@@ -55,12 +56,32 @@ def test_the_documentation_names_every_kind_state_and_code() -> None:
 
 
 def test_a_service_does_not_start_again_what_must_be_mended_first() -> None:
+    """The unit, the supervisor's own policy and the three pages that list codes are of one mind."""
     found = settings(Installation(("/usr/bin/elastictrain",)).files()[SERVICE])
     prevented = {int(code) for code in found["RestartPreventExitStatus"][0].split()}
+    assert prevented == set(errors.FINAL_CODES)
+    for error in errors.BY_NAME.values():
+        cause = classify([RankEnd(0, error.exit_code, error.__name__, "it failed")])
+        assert cause.can_retry is (error.exit_code not in prevented), error
     hopeless = (errors.UsageError, errors.ConfigError, errors.TaskError, errors.MissingInputError, errors.HaltError)
     assert {error.exit_code for error in hopeless} <= prevented
     for error in (errors.WorkerFailedError, errors.BusyError, errors.StorageError):
         assert error.exit_code not in prevented, error
+
+
+def test_the_pages_list_the_same_codes() -> None:
+    final = sorted(errors.FINAL_CODES)
+    supervision = (ROOT / "docs" / "supervision.md").read_text()
+    table = re.findall(r"^\| ([0-9, ]+) \| (.+) \|$", supervision.partition("## Exit codes")[2], re.MULTILINE)
+    by_words = {words: [int(code) for code in codes.split(",")] for codes, words in table}
+    mistakes = by_words.pop("a mistake: see the message")
+    assert sorted([*mistakes, *by_words.pop("halted")]) == final
+    assert not {code for codes in by_words.values() for code in codes} & set(final)
+    operations = " ".join((ROOT / "docs" / "operations.md").read_text().split())
+    assert f"codes that a restart cannot mend: {', '.join(map(str, final))}. " in operations
+    readme = (ROOT / "README.md").read_text().partition("## Exit codes")[2]
+    listed = {int(code) for code in re.findall(r"^\| (\d+) \|", readme, re.MULTILINE)}
+    assert set(final) | {error.exit_code for error in errors.BY_NAME.values()} - {1} == listed - {0}
 
 
 def test_there_is_time_for_the_last_snapshot() -> None:

@@ -24,7 +24,8 @@ from elastictrain.training.device import Place
 from elastictrain.training.precision import Precision
 from elastictrain.training.replica import Replica
 from elastictrain.training.session import Session
-from elastictrain.training.snapshot import Origin, Snapshotter, Taken
+from elastictrain.training.snapshot import Snapshotter, Taken
+from elastictrain.training.snapshot_writer import Origin
 from elastictrain.training.state import TrainingState
 from elastictrain.training.task import BoundTask
 from elastictrain.training.trainee import Trainee
@@ -45,7 +46,7 @@ class _Task:
 class _Run:
     """A run of one rank, stepped by hand."""
 
-    def __init__(self, tier: MemoryTier) -> None:
+    def __init__(self, *tiers: MemoryTier) -> None:
         place = Place()
         self.session = Session(place)
         self.task = BoundTask(_Task, {})
@@ -61,7 +62,7 @@ class _Run:
         self.plan = WindowPlan(100, 1, 1)
         self.snapshotter = Snapshotter(
             self.state,
-            [tier],
+            tiers,
             None,
             SnapshotSchedule(every_steps=1),
             first=LastSnapshot(0, 0.0),
@@ -145,8 +146,7 @@ def test_state_in_another_order_is_stored_under_its_names(tier: MemoryTier, tmp_
 def test_a_full_tier_gives_way_to_the_next(tmp_path: Path) -> None:
     small = MemoryTier(tmp_path / "small", base=tmp_path, budget_bytes=10)
     large = MemoryTier(tmp_path / "large", base=tmp_path)
-    run = _Run(small)
-    run.snapshotter._tiers = [small, large]
+    run = _Run(small, large)
     run.step()
     at_step = run.values()
     assert run.snapshotter.take() is Taken.BEGUN

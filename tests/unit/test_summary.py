@@ -286,10 +286,37 @@ def test_a_jump_of_the_clock_changes_nothing(events: list[Event], jumps: list[fl
         plain = asdict(s)
         for restart in plain["restarts"]:
             del restart["time"]
+        if plain["snapshots"]["store_error"] is not None:
+            del plain["snapshots"]["store_error"]["since"]
         return plain
 
     told = describe(fold(events), job="job", state_dir="/s", now=now)
     assert without_dates(told) == without_dates(describe(fold(jumped), job="job", state_dir="/s", now=now))
+
+
+def test_a_store_that_fails_is_told_until_it_works_again() -> None:
+    """Its last words, and since when; a supervisor that is started anew knows it from the journal."""
+    story = trained(110)
+    assert story.status(110).snapshots.store_error is None
+    story.at(120, Kind.PERSISTER_RETRYING, at_step=90, error="no route", num_failures=1, pause_s=0.5)
+    story.at(130, Kind.PERSISTER_STALLED, seconds=60.0)
+    story.at(140, Kind.PERSISTER_RETRYING, at_step=95, error="no space", num_failures=9, pause_s=30.0)
+    story.at(150, Kind.SNAPSHOT_TAKEN, at_step=130)
+    found = story.status(160).snapshots.store_error
+    assert found is not None
+    assert (found.error, found.lasts_s, found.since) == ("no space", 40, "1970-01-01T00:18:40.000+00:00")
+    story.at(170, Kind.RESTORED, global_step=130, from_tier="memory")
+    assert story.status(170).snapshots.store_error is not None
+    story.at(180, Kind.SNAPSHOT_DURABLE, at_step=130)
+    assert story.status(180).snapshots.store_error is None
+    story.at(190, Kind.STORE_RETRYING, error="no route", pause_s=0.2)
+    assert story.status(191).snapshots.store_error is not None
+    story.at(200, Kind.RESTORED, global_step=130, from_tier="durable")
+    assert story.status(200).snapshots.store_error is None
+    story.at(210, Kind.PERSISTER_STALLED, seconds=60.0)
+    found = story.status(210).snapshots.store_error
+    assert found is not None
+    assert found.error == "the store moved nothing for 60 s"
 
 
 @settings(max_examples=50)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -16,6 +17,7 @@ from elastictrain.config.schema import JobConfig
 from elastictrain.core import lifecycle
 from elastictrain.core.lifecycle import State, Trigger
 from elastictrain.core.liveness import (
+    ELSEWHERE_MARGIN_S,
     Health,
     Limits,
     ProcessState,
@@ -24,6 +26,7 @@ from elastictrain.core.liveness import (
     Verdict,
     has_left,
     judge,
+    shortest_limit_s,
     step_limit_s,
 )
 from elastictrain.core.order import sample_list
@@ -81,7 +84,17 @@ def test_a_request_to_stop_is_always_heard() -> None:
 
 # ---- liveness
 
-LIMITS = Limits(startup_s=100, step_s=10, min_step_s=5, max_step_s=80, eval_s=50, snapshot_s=40, exit_s=20, tick_s=2)
+LIMITS = Limits(
+    startup_s=100,
+    step_s=10,
+    min_step_s=5,
+    max_step_s=80,
+    eval_s=50,
+    snapshot_s=40,
+    exit_s=20,
+    collective_s=120,
+    tick_s=2,
+)
 NOW_S = 10_000.0
 
 
@@ -143,11 +156,102 @@ def test_who_left_out_a_collective() -> None:
     assert culprits_of(seen(0, Phase.REDUCE, 12), seen(1, Phase.REDUCE, 12)) == [0, 1]
 
 
-def test_a_culprit_elsewhere_gets_as_much_time_again() -> None:
-    waiting = [seen(rank, Phase.REDUCE, 15) for rank in range(2)]
-    assert culprits_of(*waiting, world_size=4) == []
-    assert verdict_of(*waiting, world_size=4).everybody_waits
-    assert culprits_of(*(seen(rank, Phase.REDUCE, 21) for rank in range(2)), world_size=4) == [0, 1]
+# ---- two nodes, each with a supervisor that sees its own two ranks
+
+CHANCE_S = LIMITS.eval_s + ELSEWHERE_MARGIN_S
+"""Until then a rank elsewhere may be within its limits, or its supervisor at work."""
+
+
+def at(ranks: Sequence[RankSeen], passed_s: float) -> Verdict:
+    """What the supervisor of these ranks finds later, when nobody has moved; who ticks goes on ticking."""
+    now_s = NOW_S + passed_s
+    ticking = [replace(r, tick_s=now_s) if r.tick_s > NOW_S - 0.5 else r for r in ranks]
+    return judge(ticking, LIMITS, longest_step_s=None, now_s=now_s, world_size=4)
+
+
+def first_blamed(ranks: Sequence[RankSeen], until_s: float) -> tuple[float, Verdict] | None:
+    """Plays the time on, with nobody moving, until a node's supervisor blames one of its own: how much later, how."""
+    for half_seconds in range(int(until_s * 2)):
+        verdict = at(ranks, half_seconds / 2)
+        if verdict.culprits:
+            return half_seconds / 2, verdict
+    return None
+
+
+@pytest.mark.parametrize(
+    ("culprit", "says"),
+    [
+        (seen(3, Phase.FORWARD, 0), "stands still in forward"),
+        (seen(3, Phase.DATA, 0), "stands still in data"),
+        (seen(3, Phase.EVAL, 0), "stands still in eval"),
+        (seen(3, Phase.SNAPSHOT, 0), "stands still in snapshot"),
+        (seen(3, Phase.REDUCE, 0, process=ProcessState.STOPPED), "its process is stopped"),
+        (seen(3, Phase.FORWARD, 0, tick_s=NOW_S - 1, step=104), "it holds the interpreter lock"),
+    ],
+    ids=["loss", "data", "evaluation", "snapshot", "stopped", "lock"],
+)
+def test_the_node_of_the_culprit_acts_first(culprit: RankSeen, says: str) -> None:
+    victims, its_node = [seen(rank, Phase.REDUCE, 0) for rank in (0, 1)], [seen(2, Phase.REDUCE, 0), culprit]
+    there = first_blamed(its_node, 200)
+    assert there is not None
+    found_s, verdict = there
+    assert [v.rank for v in verdict.culprits] == [3]
+    assert says in verdict.culprits[0].why
+    assert not verdict.elsewhere
+    here = first_blamed(victims, 200)
+    assert here is not None
+    assert here[0] >= found_s + ELSEWHERE_MARGIN_S, "those that wait were killed before the culprit could be"
+
+
+def test_a_node_that_only_waits_says_so_and_leaves_it_to_the_timeout_of_the_collective() -> None:
+    waiting = [seen(rank, Phase.REDUCE, 0) for rank in (0, 1)]
+    verdict = at(waiting, 15)
+    assert (verdict.everybody_waits, verdict.elsewhere, verdict.culprits) == (True, True, ())
+    assert {v.why for v in verdict.ranks} == {"waits for a rank of another node"}
+    blamed = first_blamed(waiting, 300)
+    assert blamed is not None, "it must not wait for ever"
+    after_s, verdict = blamed
+    assert after_s > LIMITS.collective_s, "those that wait would have lost what they hold"
+    assert [v.rank for v in verdict.culprits] == [0, 1]
+    assert "a rank of another node, where nobody has acted" in verdict.culprits[0].why
+
+
+def test_who_of_this_node_left_out_a_collective_is_named_also_with_others_elsewhere() -> None:
+    """Not at once: a rank that is stopped elsewhere, in the middle of a ring, can hold up one of two neighbours."""
+    apart = [seen(0, Phase.REDUCE, 0), seen(1, Phase.REDUCE, 0, step=106)]
+    blamed = first_blamed(apart, 200)
+    assert blamed is not None
+    assert CHANCE_S < blamed[0] < CHANCE_S + 1
+    assert [v.rank for v in blamed[1].culprits] == [1]
+    assert "it left one out" in blamed[1].culprits[0].why
+
+
+def test_a_host_that_is_ahead_of_its_device_may_wait_for_another_node() -> None:
+    assert culprits_of(seen(0, Phase.OPTIMIZER, 30), seen(1, Phase.REDUCE, 30), world_size=4) == []
+    assert verdict_of(seen(0, Phase.OPTIMIZER, 30), seen(1, Phase.OPTIMIZER, 30), world_size=4).elsewhere
+    behind = seen(0, Phase.OPTIMIZER, 30, step=104)
+    assert culprits_of(behind, seen(1, Phase.REDUCE, 30), world_size=4) == [0], "what it needs was there for rank 1"
+
+
+def test_before_the_first_step_others_may_still_start() -> None:
+    waiting = [seen(rank, Phase.INIT, 0, in_collective=True, steps_done=0) for rank in (0, 1)]
+    assert at(waiting, LIMITS.startup_s + 5).elsewhere
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.sampled_from([Phase.REDUCE, Phase.FORWARD, Phase.EVAL, Phase.SNAPSHOT]), min_size=2, max_size=2),
+    st.floats(0, 3),
+)
+def test_never_both_nodes_wait_for_each_other_for_ever(phases: list[Phase], late_s: float) -> None:
+    """Whatever the ranks of the other node do, one of the two supervisors acts; who waits, no sooner than its peer."""
+    victims = [seen(rank, Phase.REDUCE, 0) for rank in (0, 1)]
+    others = [seen(rank, phase, -late_s) for rank, phase in zip((2, 3), phases, strict=True)]
+    here, there = first_blamed(victims, 400), first_blamed(others, 400)
+    assert here is not None
+    assert there is not None
+    if any(phase is not Phase.REDUCE for phase in phases):
+        assert there[0] + ELSEWHERE_MARGIN_S - late_s <= here[0]
 
 
 def test_limits_by_phase() -> None:
@@ -170,10 +274,33 @@ def test_a_learnt_limit_has_a_floor_and_a_ceiling(startup_s: float, longest_s: f
     assert limit == startup_s if longest_s is None else 5 <= limit <= 80
 
 
+@given(
+    st.lists(st.tuples(st.sampled_from(list(Phase)), st.floats(0, 120)), min_size=1, max_size=5),
+    st.lists(st.one_of(st.none(), st.tuples(st.sampled_from(list(Phase)), st.floats(0, 1))), min_size=5, max_size=5),
+)
+def test_between_two_looks_nobody_comes_over_its_limit(
+    ranks: list[tuple[Phase, float]], moves: list[tuple[Phase, float] | None]
+) -> None:
+    """So records need not be read before that, whatever the ranks do meanwhile."""
+    learnt = replace(LIMITS, step_s=None)
+    found = [seen(rank, phase, age_s) for rank, (phase, age_s) in enumerate(ranks)]
+    verdict = judge(found, learnt, longest_step_s=2.0, now_s=NOW_S, world_size=len(found))
+    assert verdict.is_over_limit == (verdict.slack_s < 0)
+    clear_s = min(verdict.slack_s, shortest_limit_s(learnt, 2.0))
+    if clear_s < 0:
+        return
+    later = [
+        rank if move is None else replace(rank, phase=move[0], moved_s=NOW_S + move[1] * clear_s)
+        for rank, move in zip(found, moves, strict=False)
+    ]
+    at_s = NOW_S + clear_s * (1 - 1e-9)
+    assert not judge(later, learnt, longest_step_s=2.0, now_s=at_s, world_size=len(found)).is_over_limit
+
+
 def test_what_was_learnt_holds_for_the_next_group() -> None:
     times = StepTimes()
-    times.observe([seen(0, Phase.DATA, 0, longest_step_s=2.0), seen(1, Phase.DATA, 0, longest_step_s=3.0)])
-    times.observe([seen(0, Phase.INIT, 0)])
+    times.observe([2.0, 3.0])
+    times.observe([0.0])
     assert times.longest_s == 3.0
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
-from elastictrain.config.schema import OptimizerConfig, ScalerConfig
+from elastictrain.config.schema import DdpConfig, ModelConfig, OptimizerConfig, ScalerConfig
 from elastictrain.core.phases import Phase
 from elastictrain.core.seeds import Stream, derive
 from elastictrain.core.window import WindowPlan
@@ -26,6 +27,7 @@ from elastictrain.training.losses import split_loss
 from elastictrain.training.metrics import json_line
 from elastictrain.training.precision import Precision
 from elastictrain.training.randomness import Generators
+from elastictrain.training.replica import Replica
 from elastictrain.training.schedules import schedule_horizons
 from elastictrain.training.session import Session
 from elastictrain.training.update import Updater, make_optimizer
@@ -283,3 +285,24 @@ def test_a_dataset_that_draws_late_is_seeded_all_the_same(first_draw_at: int) ->
         expected = (random.random(), float(np.random.random()), float(torch.rand(())))
         assert everything[index] == expected, "drawn from the sequence that tells draws, not from the sample's seed"
     assert read(500, 1000) == everything[500:]
+
+
+# ---- compiling
+
+
+class Own(nn.Sequential):
+    def forward(self, batch: Tensor) -> Tensor:
+        return super().forward(batch) + 1
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Own])
+def test_a_model_is_compiled_also_where_its_forward_is_torchs_own(kind):
+    model = kind(nn.Linear(3, 2), nn.GELU())
+    batch = torch.randn(4, 3)
+    expected, names = model(batch), list(model.state_dict())
+    counters.clear()
+    replica = Replica(model, Place(), ModelConfig(compile=True, compile_backend="eager"), DdpConfig())
+    assert torch.equal(replica.forward_module(batch), expected)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["stats"]["calls_captured"] >= 2
+    assert list(replica.module.state_dict()) == names

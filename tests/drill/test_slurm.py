@@ -1,0 +1,175 @@
+"""deploy/slurm/train.sbatch under a real Slurm: told to make room, preempted, killed, cancelled, and done."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tomli_w
+
+from elastictrain.supervisor.address import find_address
+from tests.drill.paced import GLOBAL_BATCH, HURRY_FILE, STEPS_FILE
+from tests.drill.slurm_cluster import Slurm, skip_unless_possible
+from tests.process.helpers import ROOT, wait_until
+
+SCRIPT = ROOT / "deploy" / "slurm" / "train.sbatch"
+STEPS = 1200
+ENOUGH = 15
+DEADLINE_S = 180.0
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    skip_unless_possible()
+    cluster = Slurm(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+class Job:
+    """A job, as its user sees it.
+
+    Args:
+        slurm: where it runs.
+        folder: of job.toml, and of everything that is written.
+        task: what is different from the paced task.
+    """
+
+    def __init__(self, slurm: Slurm, folder: Path, **task: Any) -> None:
+        self.slurm = slurm
+        self.folder = folder
+        (folder / "shm").mkdir(parents=True)
+        program = folder / "elastictrain"
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} -m elastictrain.cli.main "$@"\n')
+        program.chmod(0o755)
+        fields = {
+            "name": "job",
+            "task": "tests.drill.paced:Task",
+            "params": {"folder": str(folder), "pause_s": 0.05},
+            "train": {"max_steps": STEPS, "global_batch_size": GLOBAL_BATCH, "micro_batch_size": GLOBAL_BATCH},
+            "data": {"shuffle": False},
+            "elastic": {"device": "cpu", "threads_per_rank": 1},
+            "metrics": {"tensorboard": False},
+            "checkpoint": {"memory_path": str(folder / "shm"), "every_steps": 10},
+            **task,
+        }
+        (folder / "job.toml").write_text(tomli_w.dumps(fields))
+        self.environment = {
+            "ELASTICTRAIN": str(program),
+            "ELASTICTRAIN_STATE": str(folder / "state"),
+            "PYTHONPATH": str(ROOT),
+        }
+        self.id = ""
+
+    def submit(self) -> None:
+        command = [
+            "sbatch",
+            "--parsable",
+            "--nodes=1",
+            "--exclusive",
+            f"--chdir={self.folder}",
+            str(SCRIPT),
+            "job.toml",
+        ]
+        self.id = self.slurm.run(*command, environment=self.environment)
+
+    def show(self) -> dict[str, str]:
+        return self.slurm.show(self.id)
+
+    def log(self) -> str:
+        return (self.folder / f"train-{self.id}.log").read_text()
+
+    def steps(self) -> list[int]:
+        path = self.folder / STEPS_FILE
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line)[1] for line in lines if line.endswith("\n")]
+
+    def trains(self, restarts: int, after: int = 0) -> None:
+        """Waits until it has been queued again so often, and has trained on since `after` lines."""
+        wait_until(lambda: int(self.show()["Restarts"]) == restarts, DEADLINE_S)
+        wait_until(lambda: len(self.steps()) >= after + ENOUGH, DEADLINE_S)
+        assert self.show()["JobState"] == "RUNNING"
+
+    def ends(self) -> dict[str, str]:
+        """What is known of it when it is over."""
+        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+        found: dict[str, str] = wait_until(lambda: (now := self.show())["JobState"] in over and now, DEADLINE_S)
+        return found
+
+
+def test_whatever_slurm_does_it_goes_on(slurm: Slurm, tmp_path: Path) -> None:
+    job = Job(slurm, tmp_path)
+    job.submit()
+    job.trains(restarts=0)
+
+    # The time is nearly over: --signal does to the script what this does.
+    slurm.run("scancel", "--signal=TERM", "--batch", job.id)
+    before = len(job.steps())
+    job.trains(restarts=1, after=before)
+
+    # Somebody more important wants the node. Slurm tells the tasks, and not the script.
+    before = len(job.steps())
+    urgent = slurm.run(
+        "sbatch", "--parsable", "--partition=high", "--exclusive", "--output=/dev/null", "--wrap=sleep 600"
+    )
+    wait_until(lambda: slurm.show(urgent)["JobState"] == "RUNNING", DEADLINE_S)
+    assert job.show()["JobState"] == "PENDING"
+    assert int(job.show()["Restarts"]) == 2
+    slurm.run("scancel", urgent)
+    job.trains(restarts=2, after=before)
+    steps = job.steps()
+    assert steps == list(range(len(steps))), "none done twice, none left out"
+
+    # The supervisor is killed: at most what came after the newest snapshot is done again.
+    before = len(job.steps())
+    address = find_address(tmp_path / "state" / "train" / "node-0")
+    assert address is not None
+    assert address.pid is not None
+    psutil.Process(address.pid).kill()
+    job.trains(restarts=3, after=before + 20)
+
+    # Whoever cancels it does not want it back, until it is submitted again.
+    slurm.run("scancel", job.id)
+    assert job.ends()["JobState"] == "CANCELLED"
+    assert "the supervisors ended with 80" in job.log()
+    assert "not queued again: the allocation is COMPLETING" in job.log()
+    before = len(job.steps())
+    job.submit()
+    job.trains(restarts=0, after=before)
+    assert job.steps()[before] == job.steps()[before - 1] + 1
+
+    (tmp_path / HURRY_FILE).touch()
+    end = job.ends()
+    assert (end["JobState"], end["ExitCode"]) == ("COMPLETED", "0:0")
+    assert set(job.steps()) == set(range(STEPS))
+
+
+@pytest.mark.parametrize(
+    ("task", "code"),
+    [({"task": "tests.drill.paced:Tusk"}, 78), ({"supervisor": {"same_step_failures": 1}}, 79)],
+    ids=["a mistake", "halted"],
+)
+def test_what_no_restart_mends_is_not_queued_again(slurm: Slurm, tmp_path: Path, task: Any, code: int) -> None:
+    if code == 79:
+        task = {**task, "params": {"folder": str(tmp_path), "fail_at": 3}}
+    job = Job(slurm, tmp_path, **task)
+    job.submit()
+    end = job.ends()
+    assert (end["JobState"], end["ExitCode"], end["Restarts"]) == ("FAILED", f"{code}:0", "0")
+
+
+def test_without_a_job_file(slurm: Slurm, tmp_path: Path) -> None:
+    job = slurm.run("sbatch", "--parsable", f"--output={tmp_path}/log", str(SCRIPT))
+    wait_until(lambda: slurm.show(job)["JobState"] == "FAILED", DEADLINE_S)
+    assert slurm.show(job)["ExitCode"] == "64:0"
+    assert "usage: sbatch train.sbatch job.toml" in (tmp_path / "log").read_text()
