@@ -506,7 +506,7 @@ class Muster:
                 found = replace(found, may_be_outdated=False)
             self._know(found)
             return
-        if self._is_plan_stored:
+        if self._is_plan_stored and self._has_looked:
             self._emit("store_lost_data", attempt=known.attempt)
         self._is_plan_stored = False
         self._know(replace(known, may_be_outdated=not is_sure))

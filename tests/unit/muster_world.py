@@ -316,6 +316,9 @@ class Node:
     def rank_views(self) -> Sequence[RankView]:
         return ()
 
+    def news(self) -> dict[str, dict[str, Any]]:
+        return {}
+
 
 class World:
     """All of it. What must never be is checked at every moment.
@@ -339,6 +342,7 @@ class World:
         self.cuts: set[frozenset[str]] = set()
         self.disks: dict[str, Disk] = {name: Disk() for name in names}
         self.nodes: dict[str, Node] = {}
+        self.dead: list[Node] = []
         self.plans: dict[int, str] = {}
         self.num_steps = 0
         self.last_number = 0
@@ -394,6 +398,7 @@ class World:
         if node is not None:
             node.is_dead = True
             node.task.cancel()
+            self.dead.append(node)
 
     async def until(self, condition: Callable[[], bool], limit_s: float = 120.0) -> None:
         """Waits; all of it in played time, so that how busy this machine is changes nothing."""
