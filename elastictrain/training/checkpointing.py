@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, sleep
 
 import torch
 
@@ -45,6 +45,9 @@ WAIT_SLICE_S = 0.1
 """How often a wait for storage looks whether it was told to hurry."""
 
 
+ORDERS_S = 2.0
+"""How long a supervisor may take to hear from those of other nodes what a stop is for: it asks twice a second."""
+ORDERS_LOOK_S = 0.005
 PERSISTER_LEAVE_S = 0.5
 """How long to wait, at the end, for an idle persister to leave."""
 CLEAN_TIMEOUT_S = 5.0
@@ -295,11 +298,12 @@ class Checkpointing:
             self._deadline_s = monotonic() + self._config.preempt_deadline_s
         step = self._session.global_step
         newest = self._last_step_in_memory(self._snapshotter, self._persister, step)
+        passes_on = not complete and self._passes_on()
         if newest is None:
             durable = self._durable_at_start == step
-            self._end(clean=durable)
+            self._end(clean=durable and not passes_on)
             return Kept(step if durable else None, durable)
-        if not complete and self._session.passes_on:
+        if passes_on:
             self._end(clean=False)
             return Kept(newest.global_step, durable=False)
         durable = self._wait_for_durable(self._persister, newest)
@@ -310,6 +314,15 @@ class Checkpointing:
             durable = self._wait_for_durable(self._persister, newest)
         self._end(clean=durable and newest.global_step == step)
         return Kept(newest.global_step, durable)
+
+    def _passes_on(self) -> bool:
+        """Whether the next worker group follows at once. Where it was another node that stopped this one, the
+        supervisor of this one may not have heard of it yet."""
+        deadline_s = monotonic() + ORDERS_S
+        while self._session.awaits_orders and monotonic() < deadline_s:
+            sleep(ORDERS_LOOK_S)
+            self._session.beat()
+        return self._session.passes_on or self._session.awaits_orders
 
     def _last_step_in_memory(self, snapshotter: Snapshotter, persister: Persister, step: int) -> MemorySnapshot | None:
         """The newest snapshot of this life, that of `step` if it can be had; waits for a slot where it may."""
