@@ -140,7 +140,11 @@ class Checkpointing:
         began_s = perf_counter()
         allowed = frozenset(self._spec.allowed_differences)
         restorer = Restorer(
-            self._session.place, allowed=allowed, on_passed_over=self._passed_over, on_wait=self._waiting_for_store
+            self._session.place,
+            allowed=allowed,
+            on_passed_over=self._passed_over,
+            on_wait=self._waiting_for_store,
+            on_incomplete=self._incomplete,
         )
         is_local_zero = self._session.place.local_rank == 0
         with scratch_folder(Path(self._spec.state_dir)) as scratch:
@@ -199,6 +203,9 @@ class Checkpointing:
 
     def _passed_over(self, where: str, reason: str) -> None:
         self._log.warning("snapshot_passed_over", where=where, reason=reason)
+
+    def _incomplete(self, where: str, reason: str) -> None:
+        self._log.warning("snapshot_incomplete", where=where, reason=reason)
 
     def _waiting_for_store(self, error: str, pause_s: float) -> None:
         self._session.beat()  # waiting is no hang
