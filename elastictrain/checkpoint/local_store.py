@@ -50,14 +50,14 @@ class LocalStore(Store):
         super().__init__(str(path))
         self.path = path.absolute()
 
-    def snapshots(self) -> list[StoredSnapshot]:
+    def folders(self) -> list[tuple[StoredSnapshot, bool]]:
         try:
             entries = [entry.name for entry in self.path.iterdir()]
         except FileNotFoundError:
             return []
         except OSError as error:
             raise _failed(self.path, error) from error
-        return [s for s in newest_first(entries) if (self.path / s.name / MANIFEST_FILE).is_file()]
+        return [(s, (self.path / s.name / MANIFEST_FILE).is_file()) for s in newest_first(entries)]
 
     def put(self, source: Source, progress: Progress = no_progress) -> None:
         manifest = source.manifest

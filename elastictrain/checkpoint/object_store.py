@@ -63,9 +63,9 @@ class ObjectStore(Store):
             raise ConfigError(f"checkpoint.url = {self.where}: {self._redact(str(error))}") from None
         self._root = root.rstrip("/")
 
-    def snapshots(self) -> list[StoredSnapshot]:
+    def folders(self) -> list[tuple[StoredSnapshot, bool]]:
         with self._explained("listing"):
-            return [s for s in newest_first(self._names(self._root)) if self._fs.exists(self._path(s.name))]
+            return [(s, self._fs.exists(self._path(s.name))) for s in newest_first(self._names(self._root))]
 
     def put(self, source: Source, progress: Progress = no_progress) -> None:
         manifest = source.manifest
@@ -156,16 +156,16 @@ class ObjectStore(Store):
 
     def leftovers(self) -> list[str]:
         """Only what is older than the newest complete snapshot of the same run: whoever began it has gone on since."""
-        with self._explained("listing"):
-            complete = {s.name: s for s in self.snapshots()}
-            newest: dict[str, int] = {}
-            for snapshot in complete.values():
+        folders = self.folders()
+        newest: dict[str, int] = {}
+        for snapshot, is_complete in folders:
+            if is_complete:
                 newest[snapshot.run_id] = max(newest.get(snapshot.run_id, 0), snapshot.global_step)
-            return sorted(
-                snapshot.name
-                for snapshot in newest_first(self._names(self._root))
-                if snapshot.name not in complete and snapshot.global_step < newest.get(snapshot.run_id, 0)
-            )
+        return sorted(
+            snapshot.name
+            for snapshot, is_complete in folders
+            if not is_complete and snapshot.global_step < newest.get(snapshot.run_id, 0)
+        )
 
     def _remove_leftover(self, name: str) -> None:
         self.delete(name)

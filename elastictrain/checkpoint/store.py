@@ -85,8 +85,21 @@ class Store(ABC):
         self.where = where
 
     @abstractmethod
+    def folders(self) -> list[tuple[StoredSnapshot, bool]]:
+        """All folders of snapshots, newest step first, and whether each has a manifest.
+
+        Raises:
+            StorageError: that cannot be known.
+        """
+
     def snapshots(self) -> list[StoredSnapshot]:
-        """All snapshots that have a manifest, newest step first. Raises StorageError if that cannot be known."""
+        """All snapshots, newest step first: what has a manifest. Raises as `folders`."""
+        return [snapshot for snapshot, is_complete in self.folders() if is_complete]
+
+    def incomplete(self) -> list[StoredSnapshot]:
+        """What would be a snapshot and has no manifest, newest step first: half written, half deleted, or robbed of
+        it. Raises as `folders`."""
+        return [snapshot for snapshot, is_complete in self.folders() if not is_complete]
 
     @abstractmethod
     def put(self, source: Source, progress: Progress = no_progress) -> None:

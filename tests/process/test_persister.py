@@ -132,6 +132,34 @@ def test_a_stalled_store_is_given_up_and_tried_afresh(tier, tmp_path, make_persi
     assert durable_steps(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    "fault", ["ls:1", "info:1", "write:1", "close:1", "info:2", "read:1", "put:1", "get:1", "delete:1"]
+)
+def test_a_stall_of_each_call_costs_one_process_and_no_snapshot(tier, tmp_path, make_persister, fault):
+    """A call that never returns, at each place of storing and tidying; the next process has luck."""
+    stalled = tmp_path / "stalled"
+    options = {"target": "file", "faults": {fault: "stall"}, "once": str(stalled)}
+    reports: list[Report] = []
+    persister = make_persister(
+        on_report=reports.append,
+        url=f"faulty:/{tmp_path}/snapshots",
+        storage_options=options,
+        keep_last=1,
+        storage_timeout_s=2.0,
+    )
+    for step in (1, 2):
+        persister.submit(write(tier, step))
+        assert persister.wait(step, DEADLINE_S), persister.status
+    until(lambda: persister.status.num_restarts == 1)
+    persister.submit(write(tier, 3))
+    assert persister.wait(3, DEADLINE_S), persister.status
+    persister.close(finish=True)
+    assert stalled.exists()
+    assert [r.kind for r in reports if r.kind in ("stalled", "restarting")] == ["stalled", "restarting"]
+    assert durable_steps(tmp_path) == [3]
+    assert [path.name for path in store_of(tmp_path).path.iterdir()] == [snapshot_name(3, RUN_ID)]
+
+
 @pytest.mark.parametrize("fault", ["write:1", "close:2", "put:1", "read:1", "get:1", "info:1", "info:4", "ls:1"])
 @pytest.mark.parametrize("action", ["fail", "truncate"])
 def test_each_single_fault_of_a_store_is_survived(tier, tmp_path, make_persister, fault, action):

@@ -210,6 +210,39 @@ def test_damage_anywhere_is_named_and_the_previous_one_is_used(tier, tmp_path, f
             break
 
 
+def test_a_commit_is_on_the_disk_before_it_shows_and_stays_there(tier, tmp_path, monkeypatch):
+    """What is there when the power goes: every file and its folder before the rename, the folder above after it."""
+    store, done = open_store(tmp_path / "new" / "snapshots"), []
+    fsync, rename = os.fsync, Path.rename
+
+    def place(path: Path) -> str:
+        relative = path.relative_to(tmp_path)
+        return str(relative.with_name("tmp") if path.name.startswith(".tmp-") else relative)
+
+    def note_fsync(fd: int) -> None:
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        done.append(("fsync", path.name if path.is_file() else place(path)))
+        fsync(fd)
+
+    def note_rename(path: Path, target: Path) -> Path:
+        done.append(("rename", place(target)))
+        return rename(path, target)
+
+    snapshot = write(tier, 1)
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    with OpenSnapshot(snapshot.path, snapshot.name) as source:
+        store.put(source)
+    assert done[:2] == [("fsync", "."), ("fsync", "new")], "the folders that were made"
+    assert sorted(done[2:5]) == [("fsync", name) for name in sorted(FILES) if name != "manifest.json"]
+    assert done[5:] == [
+        ("fsync", "manifest.json"),
+        ("fsync", "new/snapshots/tmp"),
+        ("rename", f"new/snapshots/{snapshot.name}"),
+        ("fsync", "new/snapshots"),
+    ]
+
+
 def test_a_damaged_one_is_replaced_and_a_sound_one_left(tier, tmp_path):
     store = store_of(tmp_path)
     snapshot = write(tier, 3)
@@ -266,7 +299,7 @@ def test_leftovers_of_dead_writers_go_and_those_of_living_ones_stay(tier, tmp_pa
         (store.path / folder / "model.safetensors").write_text("x")
         os.utime(store.path / folder, (time.time() + jump_s,) * 2)
     assert store.leftovers() == sorted(gone)
-    assert len(list(store.path.iterdir())) == 6, "only asked"
+    assert len(list(store.path.iterdir())) == len([living, elsewhere, name, *gone]), "only asked"
     assert store.clean_leftovers() == sorted(gone)
     assert sorted(p.name for p in store.path.iterdir()) == sorted([living, elsewhere, name])
 
