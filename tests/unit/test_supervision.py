@@ -492,7 +492,21 @@ def test_every_limit_is_below_the_timeout_of_collectives(collective_s: float) ->
     assert config.elastic.join_timeout_s > collective_s
 
 
-@pytest.mark.parametrize("name", ["startup_timeout_s", "step_timeout_s", "eval_timeout_s", "snapshot_timeout_s"])
+@given(st.floats(0.5, 1e5), st.floats(0.001, 0.999), st.floats(0.001, 1e5))
+def test_a_learnt_limit_never_goes_under_what_was_asked_for(
+    collective_s: float, share: float, longest_s: float
+) -> None:
+    asked_s = share * collective_s
+    limits = limits_of(
+        job(elastic={"process_group_timeout_s": collective_s}, supervisor={"min_step_timeout_s": asked_s})
+    )
+    assert asked_s <= step_limit_s(limits, longest_s) < collective_s
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["startup_timeout_s", "step_timeout_s", "min_step_timeout_s", "eval_timeout_s", "snapshot_timeout_s"],
+)
 def test_limits_in_the_wrong_order_are_refused(name: str) -> None:
     with pytest.raises(ValidationError, match=f"supervisor.{name} = 60 is not below"):
         job(supervisor={name: 60}, elastic={"process_group_timeout_s": 60})
