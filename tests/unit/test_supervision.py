@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,8 +53,10 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 # ---- lifecycle
 
 
-def test_the_diagram_is_current() -> None:
-    assert lifecycle.diagram() in (DOCS / "lifecycle.md").read_text(), "python docs/make_lifecycle.py"
+@pytest.mark.parametrize("name", ["lifecycle.md", "phases.md"])
+def test_the_diagrams_are_current(name: str) -> None:
+    pages = runpy.run_path(str(DOCS / "make_diagrams.py"))["PAGES"]
+    assert (DOCS / name).read_text() == pages[name](), "python docs/make_diagrams.py"
 
 
 def test_every_state_can_be_reached_and_left() -> None:
