@@ -53,15 +53,15 @@ Made from the table in `elastictrain/core/lifecycle.py` by `docs/make_diagrams.p
 
 def phases_page() -> str:
     rows = "\n".join(
-        f"| `{phase.name.lower()}` | {DOES[phase]} | {'yes' if phase in phases.IN_UPDATE else 'no'} |"
-        for phase in Phase
+        f"| `{phase.name.lower()}` | {what} | {'yes' if phase in phases.IN_UPDATE else 'no'} |"
+        for phase, what in DOES.items()
     )
     return f"""# What a rank is doing
 
 Made from the table in `elastictrain/core/phases.py` by `docs/make_diagrams.py`; a test checks that it is current.
 
-Every rank writes its phase into its heartbeat; `elastictrain status` shows it, and how long a rank may stand still in it is
-in [supervision.md](supervision.md). No snapshot can be taken where its weights may be half changed.
+Every rank writes its phase into its heartbeat, and `elastictrain status` shows it. How long a rank may stand
+still in it: [supervision.md](supervision.md). No snapshot can be taken where its weights may be half changed.
 
 | phase | what the rank does | its weights may be half changed |
 |---|---|---|
