@@ -21,6 +21,7 @@ from elastictrain.core.identity import REWIND
 from elastictrain.core.membership import Lineage, Plan
 from elastictrain.core.snapshot_interval import mean_time_between_failures_s
 from elastictrain.errors import BusyError, StateDirError
+from elastictrain.folders import last_number, numbered_folders
 from elastictrain.protocol import (
     BOARD_FILE,
     LOCK_FILE,
@@ -296,19 +297,16 @@ class StateDir:
 
     def _has_started(self, run_id: str) -> bool:
         """Whether an earlier incarnation here was of this run."""
-        for number in self._numbers():
+        for run_dir in numbered_folders(self.path / RUNS_DIR):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                if RunSpec.read(self.path / RUNS_DIR / f"{number:04d}").run_id == run_id:
+                if RunSpec.read(run_dir).run_id == run_id:
                     return True
         return False
 
     @property
     def last_number(self) -> int:
         """Of the incarnations so far; 0 before the first."""
-        return max(self._numbers(), default=0)
-
-    def _numbers(self) -> list[int]:
-        return [int(p.name) for p in (self.path / RUNS_DIR).iterdir() if p.name.isdigit()]
+        return last_number(self.path / RUNS_DIR)
 
     def _mean_time_between_failures_s(self, config: JobConfig) -> float:
         """From the lives of the worker groups so far, as the journal has them: by a clock that nobody sets."""
