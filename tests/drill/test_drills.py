@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from elastictrain.core.faults import BY_NAME, TABLE, Expect, Fault
+from elastictrain.core.fault_table import BY_NAME, TABLE
+from elastictrain.core.faults import Expect, Fault
 from elastictrain.core.soak import soakable
 from tests.drill.drills import (
     Drilled,
@@ -46,6 +47,7 @@ def test_a_killed_rank(tmp_path):
         (["kill-rank"], 64, "give the faults and then the job"),
         (["soak"], 64, "give the job"),
         (["soak", "oom-kill", "JOB"], 64, "a soak cannot have oom-kill"),
+        (["soak", "all", "oom-kill", "JOB"], 64, "a soak cannot have oom-kill"),
         (["soak", "JOB", "--for", "soon"], 64, "not a duration"),
         (["kill-rank", "no-such-job"], 66, "no file no-such-job"),
         (["kill-rank", "JOB", "--steps", "3"], 64, "at least 8 steps"),
