@@ -103,6 +103,17 @@ def test_what_was_asked_for_and_cannot_be_had_does_not_hold(tmp_path):
     assert_nothing_left(tmp_path)
 
 
+@pytest.mark.long
+def test_a_killed_drill_leaves_nothing_but_its_scratch_folder(tmp_path):
+    """What it had started ends by itself, and gives back its memory."""
+    job = tiny_job(tmp_path)
+    with start_cli("drill", "kill-rank", job, "--steps", "800", "--scratch", tmp_path / "scratch", cwd=tmp_path) as it:
+        wait_until(lambda: list((tmp_path / "shm").rglob("manifest.json")))
+        it.kill()
+        wait_until(lambda: not processes_of(tmp_path))
+    assert_nothing_left(tmp_path)
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_an_interrupted_drill_leaves_nothing(tmp_path, signum):
     job = tiny_job(tmp_path)
