@@ -30,6 +30,7 @@ from elastictrain.checkpoint.format import (
     parse_name,
     snapshot_name,
 )
+from elastictrain.checkpoint.secrets import redact_url
 from elastictrain.errors import ConfigError, FencedError, MissingInputError, SnapshotDamagedError, SnapshotError
 
 CHUNK_BYTES: Final = 8 << 20
@@ -353,7 +354,9 @@ def open_store(
         return LocalStore(Path(text))
     if protocol in ("file", "local"):
         if not rest.startswith("/"):
-            raise ConfigError(f"checkpoint.url = {text}: needs an absolute path", "Three slashes: file:///path.")
+            raise ConfigError(
+                f"checkpoint.url = {redact_url(text)}: needs an absolute path", "Three slashes: file:///path."
+            )
         return LocalStore(Path(rest))
     # fsspec is slow to import, and most jobs do not need it.
     from elastictrain.checkpoint.object_store import ObjectStore

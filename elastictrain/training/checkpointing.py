@@ -168,7 +168,8 @@ class Checkpointing:
                 )
                 if restored is None:
                     raise SnapshotError(
-                        f"the snapshot of step {source.global_step} to begin with is not in {source.url} any more",
+                        f"the snapshot of step {source.global_step} to begin with is not in "
+                        f"{redact_url(source.url)} any more",
                         "Name another with --from.",
                     )
             elif restored is not None and restored.tier == "durable":
