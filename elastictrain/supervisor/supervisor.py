@@ -51,12 +51,19 @@ FORWARDED = frozenset(
         Kind.PERSISTER_RETRYING,
         Kind.PERSISTER_STALLED,
         Kind.PERSISTER_FAILED,
+        Kind.PERSISTER_FENCED,
         Kind.STORE_RETRYING,
         Kind.EVALUATED,
     }
 )
 """Events of the ranks that are kept as they come."""
-OF_ALL_NODES = FORWARDED - {Kind.RESTORED, Kind.PROGRESS, Kind.SNAPSHOT_AT_FAILURE, Kind.EVALUATED}
+OF_ALL_NODES = FORWARDED - {
+    Kind.RESTORED,
+    Kind.PROGRESS,
+    Kind.SNAPSHOT_AT_FAILURE,
+    Kind.EVALUATED,
+    Kind.PERSISTER_FENCED,
+}
 """Those of them that rank zero alone says: other nodes keep them as well."""
 SHOWN = {
     "incident_opened": "error",

@@ -13,7 +13,7 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
 
@@ -21,6 +21,7 @@ import torch
 
 from elastictrain import __version__
 from elastictrain.checkpoint.durable_note import DurableNote
+from elastictrain.checkpoint.fence import Fence
 from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
 from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.persist_loop import PersisterSettings, Report
@@ -92,6 +93,7 @@ class Checkpointing:
     def __init__(self, spec: RunSpec, config: JobConfig, session: Session, log: Logger) -> None:
         self._spec = spec
         self._config = config.checkpoint
+        self._has_peers = config.elastic.has_peers
         self._session = session
         self._log = log
         place = session.place
@@ -245,9 +247,14 @@ class Checkpointing:
                 storage_timeout_s=config.storage_timeout_s,
                 lock_path=str(Path(self._spec.state_dir) / "persister.lock"),
                 state_dir=self._spec.state_dir,
+                fence=asdict(Fence(self._spec.run_id, self._spec.incarnation, self._spec.group.attempt))
+                if self._has_peers
+                else None,
             ),
             self._reported,
         )
+        if self._has_peers:
+            self._persister.begin()
         snapshotter = Snapshotter(
             state,
             self._tiers,

@@ -17,6 +17,7 @@ import pytest
 
 from elastictrain.checkpoint.catalog import newest_first, open_candidate
 from elastictrain.checkpoint.faults import ENV_FAULT
+from elastictrain.checkpoint.fence import Fence
 from elastictrain.checkpoint.format import snapshot_name
 from elastictrain.checkpoint.persist_loop import PersisterSettings, Report
 from elastictrain.checkpoint.persister_client import Persister
@@ -281,3 +282,41 @@ def test_what_was_asked_is_finished_after_the_worker_is_gone(tier, tmp_path):
     process.stdin.close()
     assert process.wait(DEADLINE_S) == 0
     assert durable_steps(tmp_path) == [1]
+
+
+# ---- worker groups on several nodes
+
+
+def fence_of(number: int) -> dict[str, object]:
+    return {"run_id": RUN_ID, "incarnation": number, "attempt": f"job-{number}-abc"}
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_a_worker_group_says_that_it_has_begun_before_it_has_anything_to_write(tmp_path, make_persister, in_process):
+    persister = make_persister(fence=fence_of(3), in_process=in_process)
+    persister.begin()
+    until(lambda: store_of(tmp_path).read_fence(RUN_ID) == Fence(RUN_ID, 3, "job-3-abc"))
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_the_persister_of_a_node_that_was_cut_off_commits_and_deletes_nothing(
+    tier, tmp_path, make_persister, in_process
+):
+    reports: list[Report] = []
+    zombie = make_persister(fence=fence_of(3), in_process=in_process, keep_last=1, on_report=reports.append)
+    zombie.submit(write(tier, 1))
+    assert zombie.wait(1, DEADLINE_S)
+    newer = make_persister(fence=fence_of(4), in_process=in_process, keep_last=5)
+    newer.begin()
+    until(lambda: store_of(tmp_path).read_fence(RUN_ID).incarnation == 4)
+    zombie.submit(write(tier, 2))
+    until(lambda: zombie.has_failed(2))
+    assert not zombie.wait(2, 0.0)
+    [refused] = [report for report in reports if report.kind == "fenced"]
+    assert refused.global_step == 2
+    assert refused.fields["refused_attempt"] == "job-3-abc"
+    assert "job-4-abc has begun since" in refused.fields["error"]
+    assert durable_steps(tmp_path) == [1]
+    newer.submit(write(tier, 3))
+    assert newer.wait(3, DEADLINE_S)
+    assert durable_steps(tmp_path) == [3, 1]
