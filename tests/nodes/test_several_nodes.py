@@ -15,7 +15,7 @@ from tests.nodes.clock import shifted_clock
 from tests.nodes.cluster import Cluster, skip_unless_possible
 from tests.nodes.job import DEADLINE_S, PORT, Job
 from tests.process.etcd_cluster import NEEDS_ETCD
-from tests.process.helpers import wait_until
+from tests.process.helpers import ROOT, wait_until
 
 pytestmark = pytest.mark.long
 
@@ -288,3 +288,30 @@ def test_a_partition_between_two_that_both_see_the_store(cluster: Cluster, tmp_p
     job.wait_world_size(third, 3)
     job.finish(first, second, third)
     job.assert_exact(tmp_path, num_again=1)
+
+
+STOPS_ONCE = """
+import os, pathlib, signal, sys
+marker = pathlib.Path(__file__).with_name("stop-once")
+if "elastictrain.training.agent" in sys.orig_argv and marker.exists():
+    marker.unlink()
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_an_agent_that_hangs_in_a_call_of_the_store_is_ended_after_its_limit(cluster: Cluster, tmp_path: Path) -> None:
+    """The first node's agent stands still before it serves the worker group's store. The kernel accepts connections to
+    it all the same, so the second node's agent waits for an answer, with no time-out of torch's to end that."""
+    first, second, _ = cluster
+    job = Job(cluster, tmp_path, elastic={"fast_restart": False}, supervisor={"startup_timeout_s": 20.0})
+    folder = tmp_path / "stops"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(STOPS_ONCE)
+    (folder / "stop-once").touch()
+    job.start(first, environment={"PYTHONPATH": f"{folder}:{ROOT}"})
+    job.start(second)
+    job.wait_world_size(first, 2)
+    assert not (folder / "stop-once").exists()
+    assert job.status(first)["incarnation"] > 1
+    job.finish(first, second)
+    job.assert_exact(tmp_path)
