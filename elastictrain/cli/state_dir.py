@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,9 @@ from elastictrain.supervisor.incarnation import Incarnation
 from elastictrain.supervisor.past import read_past
 from elastictrain.supervisor.pruning import prune
 from elastictrain.supervisor.team import Assignment
+
+FENCE_PATIENCE_S = 5.0
+"""How long a start waits for what the store knows of worker groups on other nodes."""
 
 
 def group_of(plan: Plan, place: int) -> Group:
@@ -311,9 +315,16 @@ class StateDir:
     def _note_fence(self, config: JobConfig, run_id: str) -> None:
         """Worker groups on other nodes have numbers too, and this directory may be newer than they are. A store that
         cannot be reached now costs nothing but this: the other nodes know their numbers."""
-        with contextlib.suppress(StorageError):
-            fence = self._store(config).read_fence(run_id)
-            self._fenced_number = fence.incarnation if fence is not None else 0
+
+        def look() -> None:
+            with contextlib.suppress(StorageError):
+                fence = self._store(config).read_fence(run_id)
+                self._fenced_number = fence.incarnation if fence is not None else 0
+
+        # In a thread of its own: nobody can say how long a client goes on trying.
+        looking = threading.Thread(target=look, name="fence", daemon=True)
+        looking.start()
+        looking.join(FENCE_PATIENCE_S)
 
     @property
     def last_number(self) -> int:

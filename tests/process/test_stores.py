@@ -20,8 +20,11 @@ from elastictrain.checkpoint.format import snapshot_name
 from elastictrain.checkpoint.local_store import LocalStore
 from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
 from elastictrain.checkpoint.store import open_store
+from elastictrain.cli.state_dir import StartOptions, StateDir
+from elastictrain.config.schema import JobConfig
 from elastictrain.errors import ConfigError, FencedError, MissingInputError, SnapshotDamagedError, StorageError
 from elastictrain.procs import Identity
+from elastictrain.protocol import JobIdentity
 from elastictrain.testing import faulty_fs
 from tests.process.snapshot_payload import RUN_ID, assert_holds, layouts, store_of, tier_of, write
 
@@ -488,3 +491,26 @@ def test_in_a_folder_nobody_begins_between_the_last_look_and_the_commit(tier, tm
         assert old.read_fence(RUN_ID) == fence(4)
     claiming.join()
     assert old.read_fence(RUN_ID) == fence(5)
+
+
+def test_a_node_with_a_new_state_directory_numbers_on_from_what_has_begun_elsewhere(tmp_path):
+    store = LocalStore(tmp_path / "snapshots")
+    store.claim(fence(7))
+    config = JobConfig.model_validate(
+        {
+            "name": "job",
+            "task": "elastictrain.examples.lm:Task",
+            "train": {"max_steps": 1, "micro_batch_size": 1},
+            "checkpoint": {"url": str(store.path)},
+        }
+    )
+    state = StateDir(tmp_path / "state")
+    assert state.last_number == 0
+    JobIdentity(run_id=RUN_ID, global_batch_size=None, source=None).write(state.path)
+    assert state.lineage(config, StartOptions()).run_id == RUN_ID
+    assert state.last_number == 7
+    store.path.rename(tmp_path / "away")
+    store.path.write_text("what cannot be a store")
+    again = StateDir(tmp_path / "state")
+    assert again.lineage(config, StartOptions()).run_id == RUN_ID
+    assert again.last_number == 0, "a store that cannot be read keeps nobody from starting"
