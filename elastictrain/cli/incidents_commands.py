@@ -1,4 +1,4 @@
-"""`elastictrain incidents`: hangs and failures that left evidence: stacks, states of processes, last lines."""
+"""`elastictrain incidents`: hangs, and the evidence they left: stacks, states of processes, last lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import typer
 
 from elastictrain.cli.events_commands import brief
 from elastictrain.cli.options import JsonOption, StateDirOption
-from elastictrain.supervisor.kept_files import INCIDENT_FILE, read_incident
+from elastictrain.folders import numbered_folders
+from elastictrain.protocol import INCIDENT_FILE, INCIDENTS_DIR
+from elastictrain.supervisor.kept_files import read_incident
 
 if TYPE_CHECKING:
     from elastictrain.cli.job_dirs import JobDir
@@ -19,9 +21,7 @@ if TYPE_CHECKING:
 _MAX_EVIDENCE_LINES = 200
 _NUM_FRAMES = 6
 
-app = typer.Typer(
-    invoke_without_command=True, help="List hangs and failures that left evidence; show one's stacks and last lines."
-)
+app = typer.Typer(invoke_without_command=True, help="List hangs; show one's stacks and last lines.")
 
 
 @app.callback()
@@ -60,11 +60,11 @@ def show(
     from elastictrain.errors import MissingInputError
 
     found = _incidents(find_job_dir(*context.obj))
-    paths = [path for name, path in found if name == number or name.lstrip("0") == number.lstrip("0")]
+    paths = [path for name, path in found if name == number.lstrip("0")]
     if not paths:
         names = ", ".join(name for name, _ in found) or "none"
         raise MissingInputError(f"there is no incident {number}", f"There are: {names}.")
-    path = paths[-1]
+    (path,) = paths
     found_files = (p for p in path.rglob("*") if p.is_file() and p.name != INCIDENT_FILE)
     # What /proc says is long, and looked at last.
     files = sorted(found_files, key=lambda p: (p.name.startswith("process-"), p))
@@ -114,16 +114,8 @@ def _judged(fields: dict[str, Any]) -> list[str]:
 
 
 def _incidents(where: JobDir) -> list[tuple[str, Path]]:
-    """(name, folder): of the job, and of its incarnations, these named run/number."""
-    own = [(p.name, p) for p in (where.path / "incidents").glob("*") if p.is_dir() and p.name.isdigit()]
-    found = sorted((int(name), str(int(name)), p) for name, p in own)
-    of_runs = [
-        (int(p.name), f"{int(run.name)}/{int(p.name)}", p)
-        for run in where.runs
-        for p in sorted((run / "incidents").glob("*"))
-        if p.is_dir() and p.name.isdigit()
-    ]
-    return [(name, path) for _, name, path in [*found, *of_runs]]
+    """(number, folder), oldest first."""
+    return [(str(int(path.name)), path) for path in numbered_folders(where.path / INCIDENTS_DIR)]
 
 
 def _read_text(path: Path) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastictrain.errors import MissingInputError, NoPermissionError, UsageError
+from elastictrain.folders import numbered_folders
 from elastictrain.protocol import IDENTITY_FILE, JOURNAL_FILE, RUNS_DIR, SERVICE_STATE, SPEC_FILE
 
 DEFAULT_ROOT = Path("checkpoints")
@@ -31,10 +32,7 @@ class JobDir:
     @property
     def runs(self) -> list[Path]:
         """Folders of its incarnations, oldest first."""
-        folder = self.path / RUNS_DIR
-        if not folder.is_dir():
-            return []
-        return sorted((p for p in folder.iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
+        return numbered_folders(self.path / RUNS_DIR)
 
 
 def roots() -> list[Path]:

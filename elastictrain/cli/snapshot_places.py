@@ -16,6 +16,7 @@ from elastictrain.config import JobConfig, load_job
 from elastictrain.config.schema import CheckpointConfig
 from elastictrain.core.retention import Condition, Kept, superfluous
 from elastictrain.errors import ElasticTrainError, MissingInputError, SnapshotDamagedError, UsageError
+from elastictrain.folders import numbered_folders
 from elastictrain.protocol import RUNS_DIR, SNAPSHOTS_DIR, SPEC_FILE
 
 
@@ -124,11 +125,9 @@ def _find_job(job: str | None, state_dir: Path | None) -> tuple[Path, JobConfig 
 
 def _last_config(state_dir: Path) -> JobConfig | None:
     """The settings of the state directory's last run."""
-    runs = state_dir / RUNS_DIR
-    numbers = sorted((p.name for p in runs.iterdir() if p.name.isdigit()), reverse=True) if runs.is_dir() else []
-    for number in numbers:
+    for run in reversed(numbered_folders(state_dir / RUNS_DIR)):
         try:
-            return JobConfig.model_validate(json.loads((runs / number / SPEC_FILE).read_text())["config"])
+            return JobConfig.model_validate(json.loads((run / SPEC_FILE).read_text())["config"])
         except (OSError, ValueError, KeyError):
             continue
     return None

@@ -348,8 +348,9 @@ class SupervisorConfig(Section):
     restoring, compilation. This and the other limits left unset: 80% of elastic.process_group_timeout_s."""
     step_timeout_s: PositiveFloat | None = None
     """How long a rank may stand still in a phase of a step. Default: learnt, ten times the longest of late."""
-    min_step_timeout_s: PositiveFloat = 30.0
-    """What is learnt never goes under this: a step that is slow for once is no hang."""
+    min_step_timeout_s: PositiveFloat | None = None
+    """What is learnt never goes under this: a step that is slow for once is no hang. Default: 30, or 80% of
+    elastic.process_group_timeout_s where that is less."""
     eval_timeout_s: PositiveFloat | None = None
     """How long an evaluation may stand still, between two of its batches."""
     snapshot_timeout_s: PositiveFloat | None = None
@@ -384,6 +385,8 @@ class SupervisorConfig(Section):
 
     DEFAULT_SHARE: ClassVar[float] = 0.8
     """Of the process group's timeout, for the limits that are unset."""
+    DEFAULT_MIN_STEP_S: ClassVar[float] = 30.0
+    """Of min_step_timeout_s, where the process group's timeout allows for it."""
 
 
 class JobConfig(Section):
@@ -436,7 +439,13 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _check_order_of_timeouts(self) -> JobConfig:
         collective_s = self.elastic.process_group_timeout_s
-        for name in ("startup_timeout_s", "step_timeout_s", "eval_timeout_s", "snapshot_timeout_s"):
+        for name in (
+            "startup_timeout_s",
+            "step_timeout_s",
+            "min_step_timeout_s",
+            "eval_timeout_s",
+            "snapshot_timeout_s",
+        ):
             value_s = getattr(self.supervisor, name)
             if value_s is not None and value_s >= collective_s:
                 raise ValueError(

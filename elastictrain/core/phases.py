@@ -68,3 +68,13 @@ def check_transition(current: Phase, target: Phase) -> None:
             f"phase {target.name.lower()} cannot follow {current.name.lower()}",
             f"After {current.name.lower()} comes: {allowed}. See docs/session.md.",
         )
+
+
+def diagram() -> str:
+    """The table as a Mermaid state diagram, without the ways to `EXIT` but the usual one, from `READY`."""
+    lines = ["stateDiagram-v2", f"    [*] --> {Phase.INIT.name.lower()}"]
+    for phase, row in TRANSITIONS.items():
+        targets = sorted(row - {Phase.EXIT}) if phase is not Phase.READY else sorted(row)
+        lines += [f"    {phase.name.lower()} --> {target.name.lower()}" for target in targets]
+    lines.append(f"    {Phase.EXIT.name.lower()} --> [*]")
+    return "\n".join(lines) + "\n"

@@ -17,7 +17,7 @@ class Commands(Protocol):
 
         Raises:
             BusyError: no rank trains, so there is nothing new to keep.
-            StorageError: it was not durable in time.
+            StorageError: it was not durable in time, or before the worker group ended.
         """
 
     async def drain(self) -> None:
@@ -31,7 +31,8 @@ class Commands(Protocol):
         """
 
     async def restart(self, reason: str) -> None:
-        """Has the ranks keep their state and end, and starts a new worker group. Returns once it was told.
+        """Has the ranks keep their state and end, and starts a new worker group; one that is put off after a failure
+        starts at once. Returns once it was told.
 
         Raises:
             IllegalTransitionError: there is no worker group.

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from elastictrain.core.phases import Phase
+from elastictrain.folders import last_number
 from elastictrain.procs import catches, children_of, read_stat, send_signal
-from elastictrain.protocol import INCIDENTS_DIR, stacks_path, write_json
+from elastictrain.protocol import INCIDENT_FILE, INCIDENTS_DIR, stacks_path, write_json
 
 STACKS_WAIT_S = 0.4
 """A dump takes a millisecond; a busy machine may need a while to get to it."""
@@ -167,9 +168,7 @@ def describe_process(pid: int) -> str:
 
 def next_incident(state_dir: Path) -> int:
     """The number of the next incident, from 1."""
-    root = state_dir / INCIDENTS_DIR
-    numbers = [int(path.name) for path in root.iterdir() if path.name.isdigit()] if root.is_dir() else []
-    return max(numbers, default=0) + 1
+    return last_number(state_dir / INCIDENTS_DIR) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +207,7 @@ class Evidence:
             with contextlib.suppress(OSError):
                 shutil.copy(record, folder / record.name)
         with contextlib.suppress(OSError):
-            write_json(folder / "incident.json", self.summary)
+            write_json(folder / INCIDENT_FILE, self.summary)
         return folder
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from elastictrain.core.policy import RankEnd
+from elastictrain.folders import numbered_folders
 from elastictrain.leftovers import LOOK_S, Farewell, sweep
 from elastictrain.procs import all_pids, environment_of, oom_kills, read_stat
 from elastictrain.protocol import (
@@ -226,7 +227,7 @@ async def clear_away(state_dir: Path, *, grace_s: float) -> None:
         state_dir: of the job.
         grace_s: how long a rank may take to keep its state.
     """
-    runs = sorted((p for p in (state_dir / RUNS_DIR).iterdir() if p.name.isdigit()), key=lambda path: int(path.name))
+    runs = numbered_folders(state_dir / RUNS_DIR)
     if runs:
         await see_off(runs[-1], grace_s)
     sweep(state_dir)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from elastictrain.errors import MissingInputError
-from elastictrain.protocol import INCIDENTS_DIR, RUNS_DIR
+from elastictrain.folders import numbered_folders
+from elastictrain.protocol import INCIDENT_FILE, INCIDENTS_DIR, RUNS_DIR
 
-INCIDENT_FILE = "incident.json"
 _TAIL_BYTES = 1 << 20
 """The most that is read of one file."""
 
@@ -26,8 +26,8 @@ def recent_output(state_dir: Path, rank: int | None, num_lines: int) -> dict[str
     Raises:
         MissingInputError: there is no such log.
     """
-    runs = [path for path in _entries(state_dir / RUNS_DIR) if path.name.isdigit()]
-    run = max(runs, key=lambda path: int(path.name), default=None)
+    runs = numbered_folders(state_dir / RUNS_DIR)
+    run = runs[-1] if runs else None
     logs = {} if run is None else rank_logs(run, rank)
     if not logs or run is None:
         raise MissingInputError("there is no log" if rank is None else f"rank {rank} has no log", "")
@@ -44,7 +44,7 @@ def rank_logs(run: Path, rank: int | None) -> dict[int, Path]:
 
 def incidents(state_dir: Path) -> list[dict[str, Any]]:
     """What was judged in each incident that is kept, oldest first."""
-    folders = sorted((p for p in _entries(state_dir / INCIDENTS_DIR) if p.name.isdigit()), key=lambda p: int(p.name))
+    folders = numbered_folders(state_dir / INCIDENTS_DIR)
     return [{"incident": int(folder.name), **read_incident(folder)} for folder in folders]
 
 

@@ -138,7 +138,6 @@ class Muster:
         lineage: the run that this node goes on with.
         last_number: of the worker groups that this node took part in.
         store: the process that serves the store, where that is this node's to do.
-        has_links: whether to find out which other nodes this one reaches; they are taken to be reached otherwise.
         emit: takes events.
         remembered: the newest plan that an earlier life of this supervisor has seen.
         remember: keeps that plan; must not fail.
@@ -160,7 +159,6 @@ class Muster:
         emit: Callable[..., None],
         remembered: Plan | None,
         remember: Callable[[Plan], None],
-        has_links: bool = True,
         clock: Callable[[], float] = time.monotonic,
         executor: Executor | None = None,
     ) -> None:
@@ -206,7 +204,7 @@ class Muster:
         self._assembled: asyncio.Future[Assignment] | None = None
         self._orders: Orders | None = None
         self._task: asyncio.Task[None] | None = None
-        self._links = Links(me.address, self._poke.set) if has_links else None
+        self._links = Links(me.address, self._poke.set)
 
     # ---- for the supervisor
 
@@ -252,8 +250,7 @@ class Muster:
         self._orders = orders
         if self._store is not None:
             await self._open_store(self._store)
-        if self._links is not None:
-            await self._links.open()
+        await self._links.open()
         self._task = asyncio.create_task(self._run())
 
     async def _open_store(self, store: StoreProcess) -> None:
@@ -357,8 +354,7 @@ class Muster:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-        if self._links is not None:
-            await self._links.close()
+        await self._links.close()
         if self._away_since_s is None and self._has_looked:
             with contextlib.suppress(EtcdError):
                 await self._say_it_is_over()
@@ -402,8 +398,8 @@ class Muster:
             must_agree=dict(self._me.must_agree),
             reason=self._reason,
             has_taken_part=self._has_taken_part,
-            links_port=self._links.port if self._links is not None else 0,
-            links=self._links.found if self._links is not None else {},
+            links_port=self._links.port,
+            links=self._links.found,
         )
 
     async def _run(self) -> None:
@@ -444,8 +440,6 @@ class Muster:
 
     def _look_after_links(self, orders: Orders) -> None:
         """Finds out who is reached: before a worker group is put together, and while this node's ranks wait."""
-        if self._links is None:
-            return
         others = [node for node in self._living if node.node != self._me.node and node.links_port]
         waits = self._standing in _RUNS and orders.waits_since_s()[0] >= WONDER_S
         self._links.look_after(

@@ -6,9 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
-from elastictrain.protocol import INCIDENTS_DIR, RUNS_DIR
-
-INCIDENT_FILE = "incident.json"
+from elastictrain.folders import numbered_folders
+from elastictrain.protocol import INCIDENT_FILE, INCIDENTS_DIR, RUNS_DIR
 
 
 def prune(state_dir: Path, *, keep_incarnations: int, keep_incidents: int) -> None:
@@ -20,19 +19,13 @@ def prune(state_dir: Path, *, keep_incarnations: int, keep_incidents: int) -> No
         keep_incarnations: at least two: a persister may still be at work for the one before the newest.
         keep_incidents: at least one.
     """
-    incidents = _numbered(state_dir / INCIDENTS_DIR)
+    incidents = numbered_folders(state_dir / INCIDENTS_DIR)
     for folder in incidents[:-keep_incidents]:
         shutil.rmtree(folder, ignore_errors=True)
     named = {_incarnation_of(folder) for folder in incidents[-keep_incidents:]}
-    for folder in _numbered(state_dir / RUNS_DIR)[:-keep_incarnations]:
+    for folder in numbered_folders(state_dir / RUNS_DIR)[:-keep_incarnations]:
         if int(folder.name) not in named:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _numbered(root: Path) -> list[Path]:
-    if not root.is_dir():
-        return []
-    return sorted((path for path in root.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
 
 
 def _incarnation_of(incident: Path) -> int | None:

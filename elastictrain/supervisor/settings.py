@@ -21,11 +21,12 @@ def limits_of(config: JobConfig) -> Limits:
     def or_default(value_s: float | None) -> float:
         return value_s if value_s is not None else default_s
 
+    min_step_s = s.min_step_timeout_s if s.min_step_timeout_s is not None else min(s.DEFAULT_MIN_STEP_S, default_s)
     return Limits(
         startup_s=or_default(s.startup_timeout_s),
         step_s=s.step_timeout_s,
-        min_step_s=min(s.min_step_timeout_s, default_s),
-        max_step_s=default_s,
+        min_step_s=min_step_s,
+        max_step_s=max(default_s, min_step_s),
         eval_s=or_default(s.eval_timeout_s),
         snapshot_s=or_default(s.snapshot_timeout_s),
         exit_s=s.exit_timeout_s,

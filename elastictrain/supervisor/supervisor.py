@@ -51,12 +51,19 @@ FORWARDED = frozenset(
         Kind.PERSISTER_RETRYING,
         Kind.PERSISTER_STALLED,
         Kind.PERSISTER_FAILED,
+        Kind.PERSISTER_FENCED,
         Kind.STORE_RETRYING,
         Kind.EVALUATED,
     }
 )
 """Events of the ranks that are kept as they come."""
-OF_ALL_NODES = FORWARDED - {Kind.RESTORED, Kind.PROGRESS, Kind.SNAPSHOT_AT_FAILURE, Kind.EVALUATED}
+OF_ALL_NODES = FORWARDED - {
+    Kind.RESTORED,
+    Kind.PROGRESS,
+    Kind.SNAPSHOT_AT_FAILURE,
+    Kind.EVALUATED,
+    Kind.PERSISTER_FENCED,
+}
 """Those of them that rank zero alone says: other nodes keep them as well."""
 SHOWN = {
     "incident_opened": "error",
@@ -525,7 +532,12 @@ class Supervisor:
         try:
             # The ranks' records are looked at now and then: who asks what step we are at hears no less than this.
             while self._said.durable_step < wanted or (life.reached_step or 0) < self._said.durable_step:
-                if time.monotonic() > deadline_s or self._life is not life:
+                if self._life is not life:
+                    raise StorageError(
+                        f"the worker group ended before a snapshot of step {wanted} or later was durable",
+                        "Ask again once it trains; `elastictrain status` says why it ended, and what was kept.",
+                    )
+                if time.monotonic() > deadline_s:
                     raise StorageError(
                         f"no snapshot of step {wanted} or later was durable within {timeout_s:g} s",
                         "The job goes on; look at the store, and at `elastictrain status`.",
@@ -555,9 +567,16 @@ class Supervisor:
         self._error = None
 
     async def restart(self, reason: str) -> None:
+        if self._life is None and self._state is State.RECOVERING:
+            # The next worker group is on its way; where it pauses, no longer.
+            self._move(Trigger.RESTART_ASKED, reason)
+            self.emit("restart_planned", delay_s=0.0, reason=reason)
+            return
         if self._life is None or self._state not in lifecycle.RUNNING:
+            waits = self._state in (State.HALTED, State.DRAINED)
             raise IllegalTransitionError(
-                f"there is no worker group to restart: the job is {self._state}", "Use `elastictrain resume`."
+                f"there is no worker group to restart: the job is {self._state}",
+                "Use `elastictrain resume`." if waits else "",
             )
         self._restart_reason = reason
         self._move(Trigger.RESTART_ASKED, reason)

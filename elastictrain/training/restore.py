@@ -28,7 +28,7 @@ from elastictrain.checkpoint.format import MANIFEST_FILE, Manifest, TensorSpec
 from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
 from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.patience import OnWait, patiently
-from elastictrain.checkpoint.store import Store
+from elastictrain.checkpoint.store import Store, StoredSnapshot
 from elastictrain.core.counters import Counters
 from elastictrain.core.identity import HYPERPARAMETERS, REWIND, Difference, refusal
 from elastictrain.errors import SnapshotError, SnapshotMismatchError, SnapshotVersionError, StorageError
@@ -94,6 +94,7 @@ class Restorer:
         allowed: names of differences that are allowed.
         on_passed_over: called with (where, reason) for each snapshot, or store, that is passed over.
         on_wait: called before each pause in which a store that fails is waited for.
+        on_incomplete: called with (where, reason) for what is newer than the newest snapshot, and is none.
     """
 
     def __init__(
@@ -103,11 +104,13 @@ class Restorer:
         allowed: frozenset[str],
         on_passed_over: Callable[[str, str], None],
         on_wait: OnWait,
+        on_incomplete: Callable[[str, str], None],
     ) -> None:
         self._place = place
         self._allowed = allowed
         self._on_passed_over = on_passed_over
         self._on_wait = on_wait
+        self._on_incomplete = on_incomplete
         self._num_damaged = 0
         self._damaged_in_memory: list[MemorySnapshot] = []
 
@@ -171,6 +174,7 @@ class Restorer:
         """
         assert lookup.store is not None
         store = lookup.store
+        incomplete: list[StoredSnapshot] = []
         may_go_back = reached != _NONE and (noted <= reached or REWIND in self._allowed)
 
         def listing() -> list[Candidate]:
@@ -179,6 +183,7 @@ class Restorer:
                 raise StorageError(
                     f"{store.where} has no snapshot of this run any more: another store, or not mounted?"
                 )
+            incomplete[:] = [s for s in store.incomplete() if s.run_id == lookup.run_id]
             return found
 
         try:
@@ -195,7 +200,13 @@ class Restorer:
                 f"{error.what}; the snapshot of step {noted} is known to be durable there, {other}",
                 f"Start again once the store is back; {go_back}begin anew with --fresh.",
             ) from error
-        if max((c.global_step for c in found), default=_NONE) < noted and reached < noted:
+        newest = max((c.global_step for c in found), default=_NONE)
+        for (
+            left
+        ) in incomplete:  # no snapshot, and no reason not to begin; but whoever misses it should know where it is
+            if left.global_step > max(newest, reached):
+                self._on_incomplete(f"{store.where}/{left.name}", f"{MANIFEST_FILE}: is missing")
+        if newest < noted and reached < noted:
             # The store answers, and has lost this one: it is passed over as a damaged one is.
             self._on_passed_over(f"{store.where}, step {noted}", "was durable, and is not there any more")
         return found

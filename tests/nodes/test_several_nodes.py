@@ -66,6 +66,22 @@ def test_a_killed_node_is_done_without(cluster: Cluster, tmp_path: Path) -> None
     job.assert_exact(tmp_path, num_again=1)
 
 
+def test_what_nodes_keep_of_a_failure_is_gone_at_the_end(cluster: Cluster, tmp_path: Path) -> None:
+    """Not only on rank zero's: the memory of a node is not for a job that is over."""
+    first, second, third = cluster
+    job = Job(cluster, tmp_path)
+    job.start(first, second, third)
+    job.wait_world_size(first, 3)
+    job.wait_steps(3)
+    third.kill()
+    job.wait_world_size(first, 2)
+    assert all(node.run(["find", "/dev/shm", "-name", "manifest.json"]) for node in (first, second))
+    job.wait_steps(3)
+    job.finish(first, second)
+    assert [node.run(["ls", "/dev/shm"]) for node in (first, second)] == ["", ""]
+    job.assert_exact(tmp_path, num_again=1)
+
+
 def test_a_killed_node_that_boots_is_taken_in_again(cluster: Cluster, tmp_path: Path) -> None:
     first, second, third = cluster
     job = Job(cluster, tmp_path)

@@ -125,5 +125,5 @@ class Grieved(Resumable):
         self.calls.at("backward")
         # When the pass is over its callbacks run, in order: this one, then that of DistributedDataParallel, which waits
         # for the reduction, then what this one queues.
-        queue = Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+        queue = Variable._execution_engine.queue_callback
         queue(lambda: queue(lambda: self.calls.at("reduced")))

@@ -93,7 +93,7 @@ def rank_main(run_dir: Path) -> int:
         step += 1
         if rank == 0:
             kept.write_text(str(step))
-            if board.snapshots_asked != snapshots:
+            if board.snapshots_asked != snapshots and plan.get("keeps", True):
                 snapshots = board.snapshots_asked
                 say("snapshot_durable", rank, at_step=step)
     heart.enter(Phase.EXIT, step, 0)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from elastictrain.cli.state_dir import StartOptions
 from elastictrain.core.window import EpochTail, WindowPlan
-from elastictrain.training.past_evaluation import BLOCK_BYTES, find_evaluation
+from elastictrain.training.metrics_tail import BLOCK_BYTES
+from elastictrain.training.past_evaluation import find_evaluation
 from tests.process.helpers import Trained, read_metrics, wait_until
 from tests.process.resume_helpers import assert_same_trace, go, memory_of
 

@@ -272,9 +272,9 @@ def test_incidents(tmp_path: Path) -> None:
     own = _made(folder / "incidents" / "0002")
     (own / "incident.json").write_text(json.dumps({"kind": "hang", "ranks": [1], "phase": "forward"}))
     (own / "stacks-1.txt").write_text('File "task.py", line 7 in loss\n')
-    (_made(folder / "runs" / "0003" / "incidents" / "1") / "incident.json").write_text("{ torn")
+    (_made(folder / "incidents" / "0010") / "incident.json").write_text("{ torn")
     rows = json.loads(run_cli("incidents", "--state-dir", folder, "--json").stdout)
-    assert [(row["incident"], row.get("kind")) for row in rows] == [("2", "hang"), ("3/1", None)]
+    assert [(row["incident"], row.get("kind")) for row in rows] == [("2", "hang"), ("10", None)]
     assert "damaged" in rows[1]
     shown = run_cli("incidents", "--state-dir", folder, "show", "2")
     assert "forward" in shown.stdout
@@ -282,7 +282,7 @@ def test_incidents(tmp_path: Path) -> None:
     evidence = json.loads(run_cli("incidents", "--state-dir", folder, "show", "2", "--json").stdout)["evidence"]
     assert list(evidence) == ["stacks-1.txt"]
     missing = run_cli("incidents", "--state-dir", folder, "show", "9")
-    assert (missing.code, "There are: 2, 3/1" in missing.stderr) == (66, True)
+    assert (missing.code, "There are: 2, 10" in missing.stderr) == (66, True)
 
 
 def _made(folder: Path) -> Path:

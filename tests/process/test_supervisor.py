@@ -174,6 +174,23 @@ def test_each_alone(tmp_path: Path, undisturbed: str, fault: Fault, says: str) -
     assert says in ran.causes[0]
 
 
+def test_what_nobody_could_keep_is_said(tmp_path: Path) -> None:
+    """All ranks die at once, for there is one: the last regular snapshot counts, and status says what that has cost."""
+    ran = run_faulty(
+        tmp_path,
+        [("loss", "kill", 0, 7)],
+        params={"pause_s": 0.05},  # the snapshot of step 4 is complete by then
+        elastic={"nproc_per_node": 1},
+        checkpoint={"every_steps": 4},
+    )
+    assert ran.finished.code == 0, ran.finished.stderr
+    (restart,) = json.loads(run_cli("status", "--state-dir", ran.state, "--json").stdout)["restarts"]
+    told = [restart[key] for key in ("kept_step", "global_step", "resumed_step", "steps_lost")]
+    assert told == [None, 7, 4, 3]
+    shown = " ".join(run_cli("status", "--state-dir", ran.state).stdout.split())
+    assert "7 → 4 3 steps (the last regular snapshot counts)" in shown
+
+
 @pytest.mark.long
 def test_a_stuck_loader_process(tmp_path: Path, undisturbed: str) -> None:
     ran = run_faulty(tmp_path, [("item", "sleep", 1, 6)], data={"num_workers": 1})

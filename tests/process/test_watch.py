@@ -15,7 +15,7 @@ import pytest
 
 from elastictrain.config.schema import JobConfig
 from elastictrain.core.lifecycle import State
-from elastictrain.errors import BusyError, HaltError, IllegalTransitionError
+from elastictrain.errors import BusyError, HaltError, IllegalTransitionError, StorageError
 from elastictrain.protocol import BOARD_FILE, RUNS_DIR, StopBoard
 from elastictrain.supervisor.incarnation import Incarnation
 from elastictrain.supervisor.supervisor import Ending, Supervisor
@@ -203,6 +203,34 @@ def test_commands(tmp_path: Path) -> None:
     assert [fields["reason"] for fields in done.fields("restart_planned")] == ["to see it work"]
     assert len(done.causes) == 3
     assert not done.fields("rank_failed")
+
+
+def test_a_restart_cuts_a_pause_short(tmp_path: Path) -> None:
+    async def script(supervisor: Supervisor, kept: Kept) -> None:
+        await until(lambda: any(f["delay_s"] > 100 for kind, f in kept.events if kind == "restart_planned"))
+        assert supervisor.state is State.RECOVERING
+        (tmp_path / "plan.json").write_text(json.dumps({"steps": 30, "faults": []}))
+        await supervisor.restart("the cause is gone")
+
+    done = play(
+        tmp_path, (1, 7, "kill"), plan={"always": True}, script=script, backoff_s=300.0, max_backoff_s=300.0
+    )  # play waits for less than that
+    assert done.ending.state is State.COMPLETED
+    assert [fields["reason"] for fields in done.fields("restart_planned")][-1] == "the cause is gone"
+    assert len(done.causes) == 3
+
+
+def test_a_snapshot_that_was_asked_for_and_a_group_that_ends(tmp_path: Path) -> None:
+    async def script(supervisor: Supervisor, kept: Kept) -> None:
+        await until(lambda: supervisor.state is State.TRAINING)
+        asked = asyncio.create_task(supervisor.checkpoint(60.0))
+        await until(lambda: supervisor.state is State.RECOVERING)
+        with pytest.raises(StorageError, match="the worker group ended before a snapshot of step"):
+            await asked
+        await supervisor.stop("enough")
+
+    done = play(tmp_path, (1, 60, "kill"), steps=10**6, script=script, plan={"keeps": False})
+    assert done.ending.state is State.STOPPED
 
 
 def test_a_halt_waits(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,8 +53,10 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 # ---- lifecycle
 
 
-def test_the_diagram_is_current() -> None:
-    assert lifecycle.diagram() in (DOCS / "lifecycle.md").read_text(), "python docs/make_lifecycle.py"
+@pytest.mark.parametrize("name", ["lifecycle.md", "phases.md"])
+def test_the_diagrams_are_current(name: str) -> None:
+    pages = runpy.run_path(str(DOCS / "make_diagrams.py"))["PAGES"]
+    assert (DOCS / name).read_text() == pages[name](), "python docs/make_diagrams.py"
 
 
 def test_every_state_can_be_reached_and_left() -> None:
@@ -492,7 +495,21 @@ def test_every_limit_is_below_the_timeout_of_collectives(collective_s: float) ->
     assert config.elastic.join_timeout_s > collective_s
 
 
-@pytest.mark.parametrize("name", ["startup_timeout_s", "step_timeout_s", "eval_timeout_s", "snapshot_timeout_s"])
+@given(st.floats(0.5, 1e5), st.floats(0.001, 0.999), st.floats(0.001, 1e5))
+def test_a_learnt_limit_never_goes_under_what_was_asked_for(
+    collective_s: float, share: float, longest_s: float
+) -> None:
+    asked_s = share * collective_s
+    limits = limits_of(
+        job(elastic={"process_group_timeout_s": collective_s}, supervisor={"min_step_timeout_s": asked_s})
+    )
+    assert asked_s <= step_limit_s(limits, longest_s) < collective_s
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["startup_timeout_s", "step_timeout_s", "min_step_timeout_s", "eval_timeout_s", "snapshot_timeout_s"],
+)
 def test_limits_in_the_wrong_order_are_refused(name: str) -> None:
     with pytest.raises(ValidationError, match=f"supervisor.{name} = 60 is not below"):
         job(supervisor={name: 60}, elastic={"process_group_timeout_s": 60})
