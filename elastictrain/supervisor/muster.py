@@ -303,6 +303,15 @@ class Muster:
         finally:
             self._assembled = None
 
+    async def others_ended(self) -> bool:
+        plan = self._mine
+        if plan is None:
+            return True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout_s + CALM_S), self._changed:
+                await self._changed.wait_for(lambda: bool(lost_members(plan, self._living, self._me.node)))
+        return bool(lost_members(plan, self._living, self._me.node))
+
     async def finish(self) -> bool:
         plan = self._mine
         assert plan is not None
