@@ -313,7 +313,7 @@ class PersistLoop:
         error = state.outcome.exception() if state.outcome is not None else None
         pause_s = round(state.next_action.sleep, 3) if state.next_action is not None else 0.0
         what = error.what if isinstance(error, ElasticTrainError) else str(error)
-        fields = {"error": what, "num_failures": state.attempt_number, "pause_s": pause_s}
+        fields = {"error": what, "tries": state.attempt_number, "pause_s": pause_s}
         self._report(Report("retrying", request.name, fields))
 
     def _take_turn(self) -> None:

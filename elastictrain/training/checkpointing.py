@@ -6,13 +6,7 @@ read its node's memory tier at a start. Every rank can write into it when it fai
 
 from __future__ import annotations
 
-import os
 import platform
-import shutil
-import socket
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
@@ -37,6 +31,7 @@ from elastictrain.protocol import SNAPSHOTS_DIR, RunSpec
 from elastictrain.training.memory_return import give_back, is_stored
 from elastictrain.training.parting import Parted, Parting
 from elastictrain.training.restore import Lookup, Restored, Restorer
+from elastictrain.training.scratch import scratch_folder
 from elastictrain.training.session import Session
 from elastictrain.training.shadow import Shadow
 from elastictrain.training.snapshot import Snapshotter, Taken
@@ -63,21 +58,6 @@ class Kept:
 
     step: int | None
     durable: bool
-
-
-@contextmanager
-def scratch_folder(state_dir: Path) -> Iterator[Path]:
-    """A folder for downloads, gone at the end; what a killed process left goes with the next."""
-    root = state_dir / "scratch"
-    root.mkdir(exist_ok=True)
-    host = socket.gethostname()
-    for left in root.iterdir():
-        owner, _, pid = left.name.rpartition("@")[0].rpartition("-")
-        if owner == host and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(left, ignore_errors=True)
-    prefix = f"{host}-{os.getpid()}@"
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=root, ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
 
 
 class Checkpointing:

@@ -13,7 +13,8 @@ import pytest
 from elastictrain.checkpoint.faults import ENV_FAULT
 from elastictrain.checkpoint.format import TRAINER_FILE, read_layout
 from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
-from elastictrain.checkpoint.memory_tier import MemoryTier, SlotWriter
+from elastictrain.checkpoint.memory_tier import MemoryTier
+from elastictrain.checkpoint.slot_writer import SlotWriter
 from elastictrain.checkpoint.store import Store, open_store
 from elastictrain.cli.lineage import find_source
 from elastictrain.cli.state_dir import StartOptions

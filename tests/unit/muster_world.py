@@ -268,7 +268,6 @@ class Node:
             lineage=Lineage("run", None, has_begun=disk.has_begun),
             last_number=disk.number,
             store=None,
-            has_links=False,
             emit=lambda kind, **fields: self.events.append((kind, fields)),
             remembered=disk.plan,
             remember=self._remember,
