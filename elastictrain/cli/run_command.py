@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from elastictrain.cli.options import DEFAULT_ROOT, JobArgument, SetOption
+from elastictrain.cli.showing import Showing, own_stdout
 from elastictrain.cli.views import JsonView, Output, PrettyView, View
 from elastictrain.config import load_job
 from elastictrain.core.identity import ALLOWABLE, REWIND
@@ -20,13 +18,7 @@ from elastictrain.logs import make_logger
 
 if TYPE_CHECKING:
     from elastictrain.supervisor.incarnation import Incarnation
-    from elastictrain.supervisor.output import Line
     from elastictrain.supervisor.team import Assignment
-
-MAX_LINES_HELD = 100_000
-"""Lines kept for a reader that does not read; more are left out. All are in the ranks' logs."""
-SHOW_END_S = 5.0
-"""How long to wait, at the end, for a reader to take the last lines."""
 
 
 def run(
@@ -148,7 +140,7 @@ def run(
         team = make_team(loaded, state, lineage, record) if config.elastic.has_peers else None
         settings = ControlSettings(config.supervisor.control_group, metrics_port=config.supervisor.metrics_port)
         first = state.last_number + (0 if prepared else 1)
-        with closing(record), _view(output, config.name, first) as view, Showing(view) as showing:
+        with closing(record), Showing(_view(output, config.name, first)) as showing:
             supervisor = Supervisor(
                 config,
                 prepare,
@@ -160,10 +152,10 @@ def run(
                 past=past,
             )
             ending = asyncio.run(serve(supervisor, record, settings))
-        if ending.error is not None:
-            raise ending.error
-        if ending.outcome is not None:
-            view.summary(ending.outcome, str(state.path))
+            if ending.error is None and ending.outcome is not None:
+                showing.summary(ending.outcome, str(state.path))
+    if ending.error is not None:
+        raise ending.error
     if ending.state is State.STOPPED:
         raise typer.Exit(stopped_code)
 
@@ -172,49 +164,21 @@ def _warn(text: str) -> None:
     typer.echo(f"elastictrain: {text}", err=True)
 
 
-class Showing:
-    """Shows lines on a thread of its own: a terminal that is held (Ctrl-S), or a full pipe, must not hold the watch.
-
-    Args:
-        view: what shows them.
-    """
-
-    def __init__(self, view: View) -> None:
-        self._view = view
-        self._lines: SimpleQueue[Line | None] = SimpleQueue()
-        self._thread = Thread(target=self._run, name="showing", daemon=True)
-
-    def show(self, line: Line) -> None:
-        if self._lines.qsize() < MAX_LINES_HELD:
-            self._lines.put(line)
-
-    def _run(self) -> None:
-        while (line := self._lines.get()) is not None:
-            # Whoever read our output may be gone, a line may not be what it looks like: the training goes on.
-            with suppress(Exception):
-                self._view.show(line)
-
-    def __enter__(self) -> Showing:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._lines.put(None)
-        self._thread.join(SHOW_END_S)
-
-
 def _view(output: Output, job_name: str, incarnation: int) -> View:
-    if output is Output.PRETTY or (output is Output.AUTO and sys.stdout.isatty()):
+    stdout = own_stdout()
+    if output is Output.PRETTY or (output is Output.AUTO and stdout.isatty()):
         from rich.console import Console
 
-        width = None if sys.stdout.isatty() else 200
-        return PrettyView(Console(width=width, highlight=False), job_name)
-    log = make_logger(sys.stdout)
+        width = None if stdout.isatty() else 200
+        return PrettyView(Console(file=stdout, width=width, highlight=False), job_name)
+    log = make_logger(stdout)
 
     def summary(fields: dict[str, Any]) -> None:
         log.info("summary", **{k: v for k, v in fields.items() if k != "kind"})
+        stdout.flush()
 
     def printed(text: str, incarnation: int) -> None:
         log.info("printed", text=text, incarnation=incarnation)
+        stdout.flush()
 
-    return JsonView(printed, summary, incarnation)
+    return JsonView(printed, summary, incarnation, stdout)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -42,11 +41,23 @@ class View(Protocol):
 
 
 class JsonView:
-    """Passes events through; prints of the user become events."""
+    """Passes events through; prints of the user become events.
+
+    Args:
+        log_printed: takes a print, and the number of its incarnation.
+        log_summary: takes the summary.
+        incarnation: the first.
+        stdout: where to.
+    """
 
     def __init__(
-        self, log_printed: Callable[[str, int], None], log_summary: Callable[[dict[str, Any]], None], incarnation: int
+        self,
+        log_printed: Callable[[str, int], None],
+        log_summary: Callable[[dict[str, Any]], None],
+        incarnation: int,
+        stdout: TextIO,
     ) -> None:
+        self._stdout = stdout
         self._incarnation = incarnation
         self._log_printed = log_printed
         self._log_summary = log_summary
@@ -62,8 +73,8 @@ class JsonView:
             import json
 
             self._incarnation = line.fields.get("incarnation", self._incarnation)
-            sys.stdout.write(json.dumps(finite(line.fields)) + "\n")
-            sys.stdout.flush()
+            self._stdout.write(json.dumps(finite(line.fields)) + "\n")
+            self._stdout.flush()
         else:
             self._log_printed(line.text, self._incarnation)
 

@@ -32,10 +32,12 @@ THINNED = frozenset(
         Kind.EVALUATED,
     }
 )
+CHECK_INTERVAL_S = 20.0
+"""How long damage may go unseen in a file that is written to."""
 SYNC_INTERVAL_S = 5.0
 """How old what a power cut takes may be at most, where nothing but `THINNED` kinds happened."""
 _CHECK_EVERY = 500
-"""Events written between two looks at the size."""
+"""Events written between two looks at the size, and for damage."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS events (
@@ -68,6 +70,7 @@ class JournalFile:
         self._max_others = max_others
         self._connection: sqlite3.Connection | None = None
         self._written_since_check = 0
+        self._checked_s = time.monotonic()
         self._synced_s = float("-inf")
 
     def open(self) -> int | None:
@@ -107,10 +110,14 @@ class JournalFile:
 
     def tend(self) -> None:
         """Now and then: holds the size within its bounds, and looks for damage."""
-        if self._written_since_check >= min(_CHECK_EVERY, self._max_per_thinned_kind, self._max_others):
+        now_s = time.monotonic()
+        is_many = self._written_since_check >= min(_CHECK_EVERY, self._max_per_thinned_kind, self._max_others)
+        if is_many:
             assert self._connection is not None
             self._written_since_check = 0
             self._thin(self._connection)
+        if is_many or now_s - self._checked_s >= CHECK_INTERVAL_S:
+            self._checked_s = now_s
             self._check()
 
     def _thin(self, connection: sqlite3.Connection) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from elastictrain.core.events import Event, Kind, Moment
 from elastictrain.errors import StorageError
 from elastictrain.supervisor import journal as journal_module
+from elastictrain.supervisor import journal_file
 from elastictrain.supervisor.journal import Journal
 from elastictrain.supervisor.journal_reader import JournalReader, as_json
 from elastictrain.supervisor.record import Record, read_status
@@ -204,6 +205,27 @@ def test_a_journal_that_is_damaged_while_it_is_open(tmp_path: Path) -> None:
     assert found[-1] == 3000
     assert found[-2000:] == list(range(1001, 3001)), "what was in memory was written again"
     assert [p for p in tmp_path.iterdir() if "damaged" in p.name]
+
+
+def test_damage_is_found_soon_where_little_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_file, "CHECK_INTERVAL_S", 0.05)
+    path = tmp_path / "journal.db"
+    with opened(path) as journal:
+        for n in range(100):
+            journal.append("x", {"n": n})
+        assert journal.flush(5)
+        for victim in (path, Path(f"{path}-wal")):
+            with victim.open("r+b") as file:
+                file.write(os.urandom(victim.stat().st_size))
+
+        def is_found() -> bool:
+            journal.append("x", {"n": 100})
+            return "set aside" in journal.health.reason
+
+        # Some hundred events at most: too few to be looked at for their number.
+        wait_until(is_found, 5.0)
+        assert journal.flush(5)
+    assert set(numbers(path)) == set(range(101)), "what was in memory was written again"
 
 
 def test_a_journal_that_is_deleted_while_it_is_open(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -423,6 +426,28 @@ def test_a_stop_is_in_time_even_if_a_rank_hangs(tmp_path: Path) -> None:
         assert process.wait(30) == 0
         assert time.monotonic() - began_s < 8.0
         wait_until(lambda: not ours(state), 10.0)
+
+
+@pytest.mark.long
+def test_a_reader_that_does_not_read_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    """Its output is a pipe that is full."""
+    state = tmp_path / "state"
+    job = {"train": {"max_steps": 10**6}, "metrics": {"every_steps": 1, "tensorboard": False}}
+    path = write_faulty(tmp_path, params={"pause_s": 0.005}, **job)
+    with start_cli("run", path, "--state-dir", state, "--output", "json") as process:
+        assert process.stdout is not None
+        wait_until(lambda: room_in(process.stdout) == 0)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    assert events(state, "stopped")
+    wait_until(lambda: not ours(state), 10.0)
+
+
+def room_in(pipe: Any) -> int:
+    """Bytes that fit in a pipe before who writes must wait; less than a page does not count."""
+    held = array.array("i", [0])
+    fcntl.ioctl(pipe.fileno(), termios.FIONREAD, held)
+    return max(0, fcntl.fcntl(pipe.fileno(), fcntl.F_GETPIPE_SZ) - held[0] - 4096)
 
 
 # ---- commands

@@ -6,6 +6,7 @@ import io
 import json
 import multiprocessing
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +260,7 @@ def test_a_long_event_stays_one_write_of_a_pipe(text: str) -> None:
 def test_events_for_machines_are_json_whatever_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     """Python's parser takes NaN and Infinity; jq and most others do not."""
     summaries: list[dict[str, Any]] = []
-    view = JsonView(lambda _text, _incarnation: None, summaries.append, 1)
+    view = JsonView(lambda _text, _incarnation: None, summaries.append, 1, sys.stdout)
     view.show(Event("progress", {"event": "progress", "loss": float("nan"), "grad_norm": float("inf")}))
     view.summary({"summary": {"last_loss": float("-inf"), "evaluation": {"eval/loss": float("nan")}}}, "/state")
     assert json.loads(capsys.readouterr().out) == {"event": "progress", "loss": "NaN", "grad_norm": "Infinity"}
