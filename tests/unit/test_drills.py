@@ -331,7 +331,7 @@ def test_a_torn_last_line_of_a_trace_is_left_out(tmp_path):
 
 
 def a_row(fault, verdict):
-    return Row(fault, "", None, None, None, None, None, None, "", verdict, "")
+    return Row(fault=fault, verdict=verdict, why="")
 
 
 ROWS = [a_row("kill-rank", "holds"), a_row("oom-kill", "refused"), a_row("preempt", "fails")]
