@@ -13,7 +13,7 @@ from elastictrain.core.events import Kind
 from elastictrain.drill.compare import read_state
 from elastictrain.drill.outside import FILLER
 from elastictrain.protocol import JOURNAL_FILE
-from elastictrain.supervisor.journal import JournalReader
+from elastictrain.supervisor.journal_reader import JournalReader
 from tests.drill.drills import (
     assert_exact,
     assert_nothing_left,
