@@ -21,6 +21,8 @@ class Kind(StrEnum):
     RANKS_TRAINING = "ranks_training"
     RESTORED = "restored"
     PROGRESS = "progress"
+    SNAPSHOT_PASSED_OVER = "snapshot_passed_over"
+    SNAPSHOT_INCOMPLETE = "snapshot_incomplete"
     SNAPSHOT_TAKEN = "snapshot_taken"
     SNAPSHOT_AT_FAILURE = "snapshot_at_failure"
     SNAPSHOT_DURABLE = "snapshot_durable"

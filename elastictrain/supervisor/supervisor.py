@@ -43,6 +43,8 @@ FORWARDED = frozenset(
     {
         Kind.RESTORED,
         Kind.PROGRESS,
+        Kind.SNAPSHOT_PASSED_OVER,
+        Kind.SNAPSHOT_INCOMPLETE,
         Kind.SNAPSHOT_TAKEN,
         Kind.SNAPSHOT_AT_FAILURE,
         Kind.SNAPSHOT_DURABLE,

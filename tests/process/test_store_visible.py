@@ -15,6 +15,7 @@ from elastictrain.supervisor.record import read_status
 from tests.process.fake import request, socket_of
 from tests.process.faulty import GLOBAL_BATCH
 from tests.process.helpers import run_cli, start_cli, wait_until, write_job
+from tests.process.resume_helpers import go, store_of
 
 
 def failing_for_s(state: Path) -> float:
@@ -72,6 +73,21 @@ def test_a_store_that_fails_shows_in_status_events_and_metrics(tmp_path: Path) -
     assert events
     assert str(store) in events[0].fields["error"]
     assert events[0].fields["tries"] == 1
+
+
+def test_what_a_start_passes_over_is_in_the_journal(tmp_path: Path) -> None:
+    """Not only in the log of that one start: by then the run has gone on from an older step."""
+    (tmp_path / "job").mkdir()
+    for num_steps in (2, 4):
+        go(tmp_path / "job", overrides=[f"train.max_steps={num_steps}"])
+    newest = store_of(tmp_path / "job").snapshots()[0]
+    path = tmp_path / "job" / "state" / "snapshots" / newest.name
+    (path / "model.safetensors").unlink()
+    state = tmp_path / "job" / "state"
+    assert run_cli("run", tmp_path / "job", "--state-dir", state, "--set", "train.max_steps=5").code == 0
+    (event,) = JournalReader(state / JOURNAL_FILE).read(kinds=["snapshot_passed_over"])
+    assert event.fields["where"] == str(path)
+    assert event.fields["reason"] == "model.safetensors: is missing"
 
 
 def test_credentials_of_a_store_are_in_nothing_that_a_job_says_or_shows(tmp_path: Path) -> None:
