@@ -214,7 +214,10 @@ def forget(path: Path) -> None:
 
 
 def restore(run: Run, url: str, disk: Path) -> None:
-    restorer = Restorer(run.place, allowed=frozenset(), on_passed_over=lambda where, why: sys.exit(f"{where}: {why}"))
+    def fail(what: str, why: object) -> None:
+        sys.exit(f"{what}: {why}")
+
+    restorer = Restorer(run.place, allowed=frozenset(), on_passed_over=fail, on_wait=fail, on_incomplete=fail)
     restored = restorer.restore(run.state, Lookup((), open_store(url), RUN_ID, disk / "scratch", 1.0))
     assert restored is not None
 
@@ -285,7 +288,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="small and short: does it run?")
     args = parser.parse_args()
     if args.quick:
-        args.values, args.rounds, args.segments = 9, 2, 3
+        args.values, args.rounds, args.segments = min(args.values, 9), 2, 3
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     with tempfile.TemporaryDirectory(dir=args.disk) as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         figures, segments = measure(args, Path(disk).absolute(), Path(memory))

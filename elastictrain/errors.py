@@ -109,6 +109,10 @@ class SnapshotVersionError(SnapshotError):
     exit_code = 65  # EX_DATAERR
 
 
+class FencedError(SnapshotError):
+    """A newer worker group of the same run has begun: what this one would write is refused."""
+
+
 class StorageError(ElasticTrainError):
     """A store of snapshots cannot be reached, read or written."""
 
@@ -198,6 +202,7 @@ BY_NAME: dict[str, type[ElasticTrainError]] = {
         SnapshotError,
         SnapshotDamagedError,
         SnapshotVersionError,
+        FencedError,
         StorageError,
         MemoryTierError,
         UnsafePathError,

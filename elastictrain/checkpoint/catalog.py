@@ -28,7 +28,7 @@ from elastictrain.checkpoint.format import (
 from elastictrain.checkpoint.memory_snapshot import MemorySnapshot, OpenSnapshot, map_read_only, verify_memory
 from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.store import Progress, Store, no_progress
-from elastictrain.errors import BusyError, SnapshotDamagedError, SnapshotError
+from elastictrain.errors import BusyError, SnapshotDamagedError, SnapshotError, SnapshotVersionError
 
 HASH_THREADS = 2
 """A snapshot has two large files, the model and the optimizer's state: they are read and hashed side by side."""
@@ -217,6 +217,8 @@ def first_sound(
     scratch: Path,
     on_passed_over: Callable[[Candidate, str], None],
     progress: Progress = no_progress,
+    *,
+    refuse_newer_format: bool = True,
 ) -> SnapshotReader | None:
     """Opens the first candidate that is sound.
 
@@ -225,17 +227,22 @@ def first_sound(
         scratch: as in `open_candidate`.
         on_passed_over: called for each that is not, with the reason, which names the file.
         progress: called with the bytes read.
+        refuse_newer_format: one that a newer program wrote is no damaged one: what it holds is not to be done again
+            unasked. Else it is passed over as well.
 
     Returns:
         the open snapshot; None if none is sound.
 
     Raises:
         StorageError: the store failed, so nothing is known about the rest.
+        SnapshotVersionError: see `refuse_newer_format`.
     """
     for candidate in candidates:
         try:
             return open_candidate(candidate, scratch, progress)
         except (SnapshotError, BusyError) as error:
+            if refuse_newer_format and isinstance(error, SnapshotVersionError):
+                raise SnapshotVersionError(f"{candidate.where}/{error.what}", error.hint) from error
             on_passed_over(candidate, error.what)
     return None
 

@@ -8,15 +8,19 @@ who writes it, so that those of dead writers can be told from those of living on
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import re
 import secrets
 import shutil
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from elastictrain.checkpoint import faults
+from elastictrain.checkpoint.fence import FENCES_DIR, Fence
 from elastictrain.checkpoint.file_copy import copy_durably
 from elastictrain.checkpoint.format import MANIFEST_FILE, FileEntry, check_content, parse_name
 from elastictrain.checkpoint.store import (
@@ -37,6 +41,7 @@ _TEMPORARY = re.compile(
     r"\.tmp-(?P<name>step-.*)-(?P<host>[A-Za-z0-9_.]+)-(?P<pid>\d+)\.(?P<ticks>\d+)\.(?P<boot>[0-9a-f]*)-[0-9a-f]{8}"
 )
 _SET_ASIDE = ".damaged-"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 class LocalStore(Store):
@@ -50,20 +55,21 @@ class LocalStore(Store):
         super().__init__(str(path))
         self.path = path.absolute()
 
-    def snapshots(self) -> list[StoredSnapshot]:
+    def folders(self) -> list[tuple[StoredSnapshot, bool]]:
         try:
             entries = [entry.name for entry in self.path.iterdir()]
         except FileNotFoundError:
             return []
         except OSError as error:
             raise _failed(self.path, error) from error
-        return [s for s in newest_first(entries) if (self.path / s.name / MANIFEST_FILE).is_file()]
+        return [(s, (self.path / s.name / MANIFEST_FILE).is_file()) for s in newest_first(entries)]
 
     def put(self, source: Source, progress: Progress = no_progress) -> None:
         manifest = source.manifest
         faults.point("store.begin")
         try:
             _make_folder(self.path)
+            self.check_fence()  # before the work, not to do it for nothing
             final = self.path / manifest.name
             damaged = (final / MANIFEST_FILE).exists()
             if damaged and self._holds(source.manifest, progress):
@@ -80,7 +86,8 @@ class LocalStore(Store):
                 faults.point("store.manifest")
                 _fsync_folder(temporary)
                 faults.point("store.rename")
-                self._replace(temporary, final)
+                with self._allowed():
+                    self._replace(temporary, final)
                 faults.point("store.renamed")
                 _fsync_folder(self.path)
                 faults.point("store.committed")
@@ -125,14 +132,15 @@ class LocalStore(Store):
     def delete(self, name: str) -> None:
         folder = self.path / name
         try:
-            faults.point("store.delete")
-            with contextlib.suppress(FileNotFoundError):
-                (folder / MANIFEST_FILE).unlink()
-                _fsync_folder(folder)
-            faults.point("store.unpublished")
-            if folder.exists():
-                shutil.rmtree(folder)
-            faults.point("store.deleted")
+            with self._allowed():
+                faults.point("store.delete")
+                with contextlib.suppress(FileNotFoundError):
+                    (folder / MANIFEST_FILE).unlink()
+                    _fsync_folder(folder)
+                faults.point("store.unpublished")
+                if folder.exists():
+                    shutil.rmtree(folder)
+                faults.point("store.deleted")
         except OSError as error:
             raise _failed(folder, error) from error
 
@@ -167,6 +175,41 @@ class LocalStore(Store):
             return []
         except OSError as error:
             raise _failed(self.path / name, error) from error
+
+    def read_fence(self, run_id: str) -> Fence | None:
+        path = self.path / FENCES_DIR / f"{run_id}.json"
+        try:
+            return Fence.decode(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _failed(path, error) from error
+
+    def _write_fence(self, fence: Fence) -> None:
+        path = self.path / FENCES_DIR / fence.file
+        try:
+            write_atomically(path, fence.encode())
+        except OSError as error:
+            raise _failed(path, error) from error
+
+    @contextlib.contextmanager
+    def _fence_held(self, fence: Fence) -> Iterator[None]:
+        """A lock on a file beside it: no other worker group begins between the check and what follows from it."""
+        folder = self.path / FENCES_DIR
+        try:
+            _make_folder(folder)
+            fd = os.open(folder / f".{fence.run_id}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise _failed(folder, error) from error
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:  # without locks it is as good as in an object store
+                    raise _failed(folder, error) from error
+            yield
+        finally:
+            os.close(fd)
 
     def _read_pins(self) -> dict[str, bytes]:
         folder = self.path / PINS_DIR

@@ -18,28 +18,18 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from elastictrain.checkpoint import faults, safefs
-from elastictrain.checkpoint.format import (
-    MANIFEST_FILE,
-    TRAINER_FILE,
-    Damage,
-    FileEntry,
-    Layout,
-    Manifest,
-    digest,
-)
+from elastictrain.checkpoint.format import MANIFEST_FILE, Damage, Layout, Manifest, digest
 from elastictrain.checkpoint.memory_slot import Slot, allocated_bytes, free_bytes, mib, no_room
 from elastictrain.checkpoint.memory_snapshot import LOCK_FILE, MemorySnapshot
+from elastictrain.checkpoint.slot_writer import SlotWriter
 from elastictrain.errors import MemoryTierError, SnapshotError
 
 MAX_SLOTS = 3
@@ -57,85 +47,6 @@ class Declined:
     """
 
     reason: str
-
-
-class SlotWriter:
-    """A slot that is being filled. Ends with `commit` or `abort`; forgetting both leaves the slot locked.
-
-    `buffers` maps each file's name to all its bytes, header included and already written; tensor `name` belongs at
-    `layouts[file].offsets[name]`. A buffer is the same object as at an earlier snapshot of the same slot and layout,
-    so views onto it can be kept.
-    """
-
-    def __init__(self, tier: MemoryTier, slot: Slot) -> None:
-        self._tier = tier
-        self._slot = slot
-        self._ended = False
-        self.index = int(slot.path.name.removeprefix("slot-"))
-        self.layouts: dict[str, Layout] = dict(slot.layouts)
-        self.buffers: dict[str, memoryview] = dict(slot.views)
-
-    def commit(
-        self,
-        *,
-        job: str,
-        run_id: str,
-        global_step: int,
-        versions: Mapping[str, str],
-        trainer: Mapping[str, Any],
-    ) -> MemorySnapshot:
-        """Completes the snapshot: from its return on it exists.
-
-        Args:
-            job: name of the job.
-            run_id: eight hex digits.
-            global_step: windows consumed.
-            versions: of elastictrain, torch, python.
-            trainer: content of trainer.json, plain JSON.
-
-        Raises:
-            MemoryTierError: no room for the small files.
-        """
-        slot = self._slot
-        try:
-            faults.point("memory.filled")
-            files = {}
-            for name, view in self.buffers.items():
-                files[name] = FileEntry(len(view), digest(view))
-            faults.point("memory.hashed")
-            text = (json.dumps(trainer, indent=1, allow_nan=False) + "\n").encode()
-            files[TRAINER_FILE] = FileEntry(len(text), digest(text))
-            manifest = Manifest(
-                job=job,
-                run_id=run_id,
-                global_step=global_step,
-                created=datetime.now(UTC).isoformat(timespec="milliseconds"),
-                versions=dict(versions),
-                files=dict(sorted(files.items())),
-            )
-            safefs.replace_file(slot.folder_fd, TRAINER_FILE, slot.path, text)
-            faults.point("memory.trainer")
-            # A manifest that could not be read again would make the snapshot worthless: better to fail here.
-            Manifest.decode(manifest.encoded)
-            faults.point("memory.manifest")
-            safefs.replace_file(slot.folder_fd, MANIFEST_FILE, slot.path, manifest.encoded)
-            faults.point("memory.committed")
-        except OSError as error:
-            raise no_room(error, slot.path) from error
-        finally:
-            self._end()
-        snapshot = MemorySnapshot(slot.path, manifest)
-        self._tier.newest = snapshot
-        return snapshot
-
-    def abort(self) -> None:
-        """Gives the slot up: it holds nothing. Harmless after `commit`."""
-        self._end()
-
-    def _end(self) -> None:
-        if not self._ended:
-            self._ended = True
-            self._slot.unlock()
 
 
 class MemoryTier:
@@ -202,7 +113,7 @@ class MemoryTier:
         except BaseException:
             slot.unlock()
             raise
-        return SlotWriter(self, slot)
+        return SlotWriter(slot, self._committed)
 
     @contextlib.contextmanager
     def alone(self, timeout_s: float) -> Iterator[bool]:
@@ -292,6 +203,9 @@ class MemoryTier:
             os.close(self._root_fd)
             self._root_fd = None
 
+    def _committed(self, snapshot: MemorySnapshot) -> None:
+        self.newest = snapshot
+
     def _open_root(self) -> int:
         if self._root_fd is None:
             self._root_fd = safefs.open_folder(self._base, self._parts, create=True)
@@ -301,8 +215,9 @@ class MemoryTier:
     def _take_slot(self, layouts: Mapping[str, Layout], size_bytes: int) -> Slot | Declined:
         """An exclusively locked slot: an empty one if there is, else the one with the oldest snapshot."""
         root_fd = self._open_root()
-        held = {snapshot.path.name: place for place, snapshot in enumerate(self.snapshots())}
-        newest = self.newest or next(iter(self.snapshots()), None)
+        snapshots = self.snapshots()
+        held = {snapshot.path.name: place for place, snapshot in enumerate(snapshots)}
+        newest = self.newest or next(iter(snapshots), None)
         protected = newest.path.name if newest is not None else None
         names = [f"slot-{index}" for index in range(MAX_SLOTS)]
         existing = [name for name in names[2:] if allocated_bytes(self.root / name)]

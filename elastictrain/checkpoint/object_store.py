@@ -16,6 +16,7 @@ import fsspec
 import xxhash
 
 from elastictrain.checkpoint import faults
+from elastictrain.checkpoint.fence import FENCES_DIR, Fence
 from elastictrain.checkpoint.format import MANIFEST_FILE, FileEntry, check_content
 from elastictrain.checkpoint.secrets import Redactor, redact_url
 from elastictrain.checkpoint.store import (
@@ -63,15 +64,16 @@ class ObjectStore(Store):
             raise ConfigError(f"checkpoint.url = {self.where}: {self._redact(str(error))}") from None
         self._root = root.rstrip("/")
 
-    def snapshots(self) -> list[StoredSnapshot]:
+    def folders(self) -> list[tuple[StoredSnapshot, bool]]:
         with self._explained("listing"):
-            return [s for s in newest_first(self._names(self._root)) if self._fs.exists(self._path(s.name))]
+            return [(s, self._fs.exists(self._path(s.name))) for s in newest_first(self._names(self._root))]
 
     def put(self, source: Source, progress: Progress = no_progress) -> None:
         manifest = source.manifest
         name = manifest.name
         faults.point("store.begin")
         with self._explained(f"writing {name}"):
+            self.check_fence()
             if self._fs.exists(self._path(name)):
                 if self._holds(source.manifest, progress):
                     return
@@ -84,9 +86,11 @@ class ObjectStore(Store):
                     self._check_upload(name, file, entry, progress)
                 faults.point("store.copied")
             faults.point("store.files")
+            self.check_fence()  # as close to the commit as can be: there is no way to have both in one
             self._fs.pipe_file(self._path(name), manifest.encoded)
             faults.point("store.manifest")
             if self._fs.cat_file(self._path(name)) != manifest.encoded:
+                self.check_fence()  # it may be another's by now
                 with contextlib.suppress(Exception):
                     self._fs.rm_file(self._path(name))
                 raise StorageError(f"{self.where}/{name}/{MANIFEST_FILE}: reads back differently")
@@ -95,6 +99,7 @@ class ObjectStore(Store):
     def _upload(self, view: memoryview, name: str, file: str, entry: FileEntry, progress: Progress) -> None:
         """Streams a file, comparing what is sent to the manifest."""
         hasher = xxhash.xxh3_128()
+        self.check_fence()
         stream = self._fs.open(self._path(name, file), "wb")
         try:
             for begin in range(0, len(view), CHUNK_BYTES):
@@ -104,6 +109,7 @@ class ObjectStore(Store):
                 progress(len(chunk))
             if damage := check_content(file, entry, len(view), hasher.hexdigest()):
                 raise SnapshotDamagedError(str(damage))
+            self.check_fence()  # it is only now that what is there is overwritten
         except BaseException:
             _abandon(stream)
             raise
@@ -146,6 +152,7 @@ class ObjectStore(Store):
 
     def delete(self, name: str) -> None:
         with self._explained(f"deleting {name}"):
+            self.check_fence()
             faults.point("store.delete")
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._path(name))
@@ -156,16 +163,16 @@ class ObjectStore(Store):
 
     def leftovers(self) -> list[str]:
         """Only what is older than the newest complete snapshot of the same run: whoever began it has gone on since."""
-        with self._explained("listing"):
-            complete = {s.name: s for s in self.snapshots()}
-            newest: dict[str, int] = {}
-            for snapshot in complete.values():
+        folders = self.folders()
+        newest: dict[str, int] = {}
+        for snapshot, is_complete in folders:
+            if is_complete:
                 newest[snapshot.run_id] = max(newest.get(snapshot.run_id, 0), snapshot.global_step)
-            return sorted(
-                snapshot.name
-                for snapshot in newest_first(self._names(self._root))
-                if snapshot.name not in complete and snapshot.global_step < newest.get(snapshot.run_id, 0)
-            )
+        return sorted(
+            snapshot.name
+            for snapshot, is_complete in folders
+            if not is_complete and snapshot.global_step < newest.get(snapshot.run_id, 0)
+        )
 
     def _remove_leftover(self, name: str) -> None:
         self.delete(name)
@@ -181,6 +188,17 @@ class ObjectStore(Store):
     def _marks(self, name: str) -> list[str]:
         with self._explained("looking for marks"):
             return [file for file in self._names(f"{self._root}/{name}") if file.startswith(MARK)]
+
+    def read_fence(self, run_id: str) -> Fence | None:
+        with self._explained("reading the fence"):
+            try:
+                return Fence.decode(self._fs.cat_file(f"{self._root}/{FENCES_DIR}/{run_id}.json"))
+            except FileNotFoundError:
+                return None
+
+    def _write_fence(self, fence: Fence) -> None:
+        with self._explained("writing the fence"):
+            self._fs.pipe_file(f"{self._root}/{FENCES_DIR}/{fence.file}", fence.encode())
 
     def _read_pins(self) -> dict[str, bytes]:
         with self._explained("reading pins"):

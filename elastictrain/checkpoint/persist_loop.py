@@ -29,11 +29,12 @@ from tenacity import (
 from tenacity.nap import sleep_using_event
 
 from elastictrain.checkpoint.durable_note import DurableNote
+from elastictrain.checkpoint.fence import Fence
 from elastictrain.checkpoint.format import parse_name
 from elastictrain.checkpoint.memory_snapshot import Mappings, OpenSnapshot
 from elastictrain.checkpoint.store import Store, open_store
 from elastictrain.core.retention import Condition, Kept, superfluous
-from elastictrain.errors import BusyError, ElasticTrainError, SnapshotError, StorageError
+from elastictrain.errors import BusyError, ElasticTrainError, FencedError, SnapshotError, StorageError
 
 PROGRESS_INTERVAL_S = 5.0
 """Between two words about a snapshot that takes long to be written."""
@@ -51,6 +52,7 @@ class PersisterSettings:
         keep_every: likewise, in steps.
         storage_timeout_s: a store that moves nothing for so long is given up, and tried afresh.
         grace_s: how long to go on after the training process is gone.
+        fence: fields of the `Fence` of this worker group, where others on other nodes may follow it.
         lock_path: file that one persister of a job and node holds; "" for none.
         state_dir: of the job: there it notes what is durable; "" for none.
         first_pause_s: pause after the first failure; it doubles with each.
@@ -64,6 +66,7 @@ class PersisterSettings:
     keep_every: int | None = None
     storage_timeout_s: float = 60.0
     grace_s: float = 300.0
+    fence: Mapping[str, Any] | None = None
     lock_path: str = ""
     state_dir: str = ""
     first_pause_s: float = 0.5
@@ -88,7 +91,7 @@ class Report:
     """What the persister says.
 
     Args:
-        kind: started, progress, retrying, persisted, not_noted, superseded, failed, tidied, tidying_failed,
+        kind: started, progress, retrying, persisted, not_noted, superseded, failed, fenced, tidied, tidying_failed,
             waiting_for_other, stalled, abandoned; from the client also: restarting.
         name: the snapshot's name; "" where it is about none.
         fields: numbers and texts, without secrets.
@@ -123,6 +126,7 @@ class PersistLoop:
         self._store: Store | None = None
         self._verified: set[str] = set()
         self._cleaned = False
+        self._is_claimed = False
         self._lock_fd: int | None = None
         self._moved_at_s: float | None = None
 
@@ -156,11 +160,30 @@ class PersistLoop:
     def run(self) -> None:
         """Works until finished."""
         try:
+            self._claim_first()
             while (request := self._next()) is not None:
                 self._persist(request)
         finally:
             if self._lock_fd is not None:
                 os.close(self._lock_fd)
+
+    def _claim_first(self) -> None:
+        """Tells other nodes' persisters of this worker group before it has anything to write."""
+        if self._settings.fence is None:
+            return
+        self._take_turn()
+        try:
+            with self._watched():
+                self._claimed_store()
+        except FencedError as error:
+            self._report_fenced("", error)
+        except ElasticTrainError:
+            pass  # it is tried again with the first snapshot, and reported then
+
+    def _report_fenced(self, name: str, error: FencedError) -> None:
+        assert self._settings.fence is not None
+        fields = {"error": error.what, "hint": error.hint, "refused_attempt": self._settings.fence["attempt"]}
+        self._report(Report("fenced", name, fields))
 
     def _next(self) -> Request | None:
         with self._changed:
@@ -193,6 +216,9 @@ class PersistLoop:
             return
         except StorageError as error:
             self._report(Report("superseded", request.name, {"error": error.what}))
+            return
+        except FencedError as error:
+            self._report_fenced(request.name, error)
             return
         except SnapshotError as error:
             # Overwritten by a newer one before its turn came, or truly damaged: the text says which.
@@ -231,7 +257,7 @@ class PersistLoop:
                 self._report(Report("progress", source.manifest.name, fields))
 
         with self._watched():
-            store = self._open_store()
+            store = self._claimed_store()
             if not self._cleaned:
                 store.clean_leftovers()
                 self._cleaned = True
@@ -242,6 +268,13 @@ class PersistLoop:
             settings = self._settings
             self._store = open_store(settings.url, settings.storage_options, verify_uploads=settings.verify_uploads)
         return self._store
+
+    def _claimed_store(self) -> Store:
+        store, fence = self._open_store(), self._settings.fence
+        if fence is not None and not self._is_claimed:
+            store.claim(Fence(**fence))
+            self._is_claimed = True
+        return store
 
     def _tidy(self, newest: str) -> None:
         """Deletes what retention lets go of this run's snapshots."""
@@ -261,6 +294,8 @@ class PersistLoop:
                     self._moved_at_s = time.monotonic()
                     if store.delete_unless_pinned(name):
                         deleted.append(name)
+        except FencedError as error:
+            self._report_fenced(newest, error)
         except StorageError as error:
             self._report(Report("tidying_failed", newest, {"error": error.what}))
         if deleted:
@@ -278,7 +313,7 @@ class PersistLoop:
         error = state.outcome.exception() if state.outcome is not None else None
         pause_s = round(state.next_action.sleep, 3) if state.next_action is not None else 0.0
         what = error.what if isinstance(error, ElasticTrainError) else str(error)
-        fields = {"error": what, "num_failures": state.attempt_number, "pause_s": pause_s}
+        fields = {"error": what, "tries": state.attempt_number, "pause_s": pause_s}
         self._report(Report("retrying", request.name, fields))
 
     def _take_turn(self) -> None:

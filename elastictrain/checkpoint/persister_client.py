@@ -98,6 +98,22 @@ class Persister:
         with self._changed:
             return self._process.pid if self._process is not None else None
 
+    def begin(self) -> None:
+        """Starts now, to say in the store that this worker group has begun; otherwise it is the first snapshot that
+        starts it. Returns at once."""
+        with self._changed:
+            if self._thread is None:
+                self._launch()
+        if not self._in_process:
+            self._launched.wait(LAUNCH_TIMEOUT_S)
+
+    def _launch(self) -> None:
+        target = self._run_loop if self._in_process else self._run_process
+        if self._in_process:
+            self._loop = PersistLoop(self._settings, self._receive)
+        self._thread = threading.Thread(target=target, name="persister", daemon=True)
+        self._thread.start()
+
     def submit(self, snapshot: MemorySnapshot) -> None:
         """Hands over a snapshot; returns at once. One that was waiting is superseded."""
         request = Request(str(snapshot.path), snapshot.name)
@@ -107,11 +123,7 @@ class Persister:
             self._pending = request
             self._status = replace(self._status, pending_step=snapshot.global_step)
             if self._thread is None:
-                target = self._run_loop if self._in_process else self._run_process
-                if self._in_process:
-                    self._loop = PersistLoop(self._settings, self._receive)
-                self._thread = threading.Thread(target=target, name="persister", daemon=True)
-                self._thread.start()
+                self._launch()
             elif self._process is not None:
                 self._send({"persist": asdict(request)})
         if self._loop is not None:
@@ -252,7 +264,7 @@ class Persister:
                         last_error=None,
                     )
                     self._settle(report.name)
-                case "failed":
+                case "failed" | "fenced":
                     self._failed_step = step
                     self._status = replace(self._status, last_error=report.fields["error"])
                     self._settle(report.name)

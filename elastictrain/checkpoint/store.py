@@ -12,7 +12,7 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol
@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Final, Protocol
 import xxhash
 
 from elastictrain.checkpoint import faults
+from elastictrain.checkpoint.fence import Fence
 from elastictrain.checkpoint.format import (
     MANIFEST_FILE,
     Damage,
@@ -29,7 +30,8 @@ from elastictrain.checkpoint.format import (
     parse_name,
     snapshot_name,
 )
-from elastictrain.errors import ConfigError, MissingInputError, SnapshotDamagedError, SnapshotError
+from elastictrain.checkpoint.secrets import redact_url
+from elastictrain.errors import ConfigError, FencedError, MissingInputError, SnapshotDamagedError, SnapshotError
 
 CHUNK_BYTES: Final = 8 << 20
 """Files are moved in pieces of this size: what a transfer takes of memory."""
@@ -82,10 +84,24 @@ class Store(ABC):
 
     def __init__(self, where: str) -> None:
         self.where = where
+        self.fence: Fence | None = None
 
     @abstractmethod
+    def folders(self) -> list[tuple[StoredSnapshot, bool]]:
+        """All folders of snapshots, newest step first, and whether each has a manifest.
+
+        Raises:
+            StorageError: that cannot be known.
+        """
+
     def snapshots(self) -> list[StoredSnapshot]:
-        """All snapshots that have a manifest, newest step first. Raises StorageError if that cannot be known."""
+        """All snapshots, newest step first: what has a manifest. Raises as `folders`."""
+        return [snapshot for snapshot, is_complete in self.folders() if is_complete]
+
+    def incomplete(self) -> list[StoredSnapshot]:
+        """What would be a snapshot and has no manifest, newest step first: half written, half deleted, or robbed of
+        it. Raises as `folders`."""
+        return [snapshot for snapshot, is_complete in self.folders() if not is_complete]
 
     @abstractmethod
     def put(self, source: Source, progress: Progress = no_progress) -> None:
@@ -93,6 +109,7 @@ class Store(ABC):
 
         Raises:
             SnapshotDamagedError: the source is not what its manifest says. Trying again does not help.
+            FencedError: a newer worker group has begun; see `claim`. Nor does it here.
             StorageError: the store failed; what looks complete, is. Trying again may help.
         """
 
@@ -134,6 +151,49 @@ class Store(ABC):
     @abstractmethod
     def _marks(self, name: str) -> list[str]:
         """The marks in a snapshot's folder."""
+
+    def claim(self, fence: Fence) -> None:
+        """From now on only this worker group, or a newer one, may write and delete snapshots of its run.
+
+        Raises:
+            FencedError: a newer one has begun already.
+            StorageError: the store cannot be read or written.
+        """
+        self.fence = fence
+        self.check_fence()
+
+    def check_fence(self) -> None:
+        """Raises FencedError if a newer worker group than the one that has claimed this store has begun."""
+        with self._allowed():
+            pass
+
+    @contextlib.contextmanager
+    def _allowed(self) -> Iterator[None]:
+        """Around what must not happen once a newer worker group has begun. Writes a fence that is not there: whoever
+        looked before us may have overwritten it after.
+
+        Raises:
+            FencedError: it has.
+        """
+        if self.fence is None:
+            yield
+            return
+        with self._fence_held(self.fence):
+            if not self.fence.check(self.read_fence(self.fence.run_id)):
+                self._write_fence(self.fence)
+            yield
+
+    @abstractmethod
+    def read_fence(self, run_id: str) -> Fence | None:
+        """The newest worker group of a run that has begun, of those that say so. Raises StorageError."""
+
+    @abstractmethod
+    def _write_fence(self, fence: Fence) -> None: ...
+
+    @contextlib.contextmanager
+    def _fence_held(self, _fence: Fence) -> Iterator[None]:
+        """Keeps others from moving the fence, where there is a way to."""
+        yield
 
     @abstractmethod
     def _read_pins(self) -> dict[str, bytes]:
@@ -192,7 +252,8 @@ class Store(ABC):
         """Removes what killed writers left. Returns the names."""
         names = self.leftovers()
         for name in names:
-            self._remove_leftover(name)
+            with self._allowed():
+                self._remove_leftover(name)
         return names
 
     def delete_unless_pinned(self, name: str) -> bool:
@@ -206,13 +267,18 @@ class Store(ABC):
         key = (parsed[1], parsed[0]) if parsed is not None else None
         if key in self.pins():
             return False
+        self.check_fence()
         mark = f"{MARK}{secrets.token_hex(8)}"
         self._mark(name, mark)
         faults.point("store.marked")
         if key in self.pins():
             self._unmark(name, mark)
             return False
-        self.delete(name)
+        try:
+            self.delete(name)
+        except FencedError:
+            self._unmark(name, mark)  # it is another's now
+            raise
         return True
 
     def pin(self, run_id: str, global_step: int, owner: str, patience_s: float = PIN_PATIENCE_S) -> None:
@@ -233,9 +299,10 @@ class Store(ABC):
         name = snapshot_name(global_step, run_id)
         self._write_pin(file, content)
         deadline_s = time.monotonic() + patience_s
-        while self._marks(name) and time.monotonic() < deadline_s:
+        # What the last look said counts: a mark that is set after it gives way to the pin.
+        while (marks := self._marks(name)) and time.monotonic() < deadline_s:
             time.sleep(PIN_POLL_S)
-        if self._marks(name) or all(snapshot.name != name for snapshot in self.snapshots()):
+        if marks or all(snapshot.name != name for snapshot in self.snapshots()):
             self._delete_pin(file)
             raise MissingInputError(
                 f"the snapshot of step {global_step} in {self.where} is deleted, or just being deleted, as superfluous",
@@ -300,7 +367,9 @@ def open_store(
         return LocalStore(Path(text))
     if protocol in ("file", "local"):
         if not rest.startswith("/"):
-            raise ConfigError(f"checkpoint.url = {text}: needs an absolute path", "Three slashes: file:///path.")
+            raise ConfigError(
+                f"checkpoint.url = {redact_url(text)}: needs an absolute path", "Three slashes: file:///path."
+            )
         return LocalStore(Path(rest))
     # fsspec is slow to import, and most jobs do not need it.
     from elastictrain.checkpoint.object_store import ObjectStore

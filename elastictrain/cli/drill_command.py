@@ -31,7 +31,7 @@ def drill(
     words: Annotated[
         list[str],
         typer.Argument(
-            metavar="[NAME...|all] JOB | soak [NAME...] JOB | list",
+            metavar="[NAME...|all] JOB | soak [NAME...|all] JOB | list",
             help="Faults by name, and the job: a job.toml, its folder, or an example by name. `list` explains them.",
         ),
     ],
@@ -82,13 +82,14 @@ def drill(
     if words == ["list"]:
         _list(as_json)
         return
-    from elastictrain.core.faults import select
+    from elastictrain.core.fault_table import ALL, select
 
     if live is not None or state_dir is not None:
         where = find_job_dir(live, state_dir)
-        if len(words) != 1:
+        faults = select(words)
+        if len(faults) != 1:
             raise UsageError("--live takes one fault at a time", "For example: elastictrain drill kill-rank --live JOB")
-        _live(select(words)[0], where, yes=yes, timeout_s=timeout_s, as_json=as_json)
+        _live(faults[0], where, yes=yes, timeout_s=timeout_s, as_json=as_json)
         return
     is_soak = words[0] == "soak"
     if len(words) < 2:
@@ -96,13 +97,14 @@ def drill(
         raise UsageError(f"drill {words[0]}: {what}", "For example: elastictrain drill kill-rank job.toml")
     from elastictrain.drill.settings import load_drill_job
 
-    faults = select(words[1:-1] if is_soak else words[:-1])
+    names = words[1:-1] if is_soak else words[:-1]
+    by_name = select(name for name in names if name != ALL)
     job = load_drill_job(words[-1], overrides or [], steps=steps, at_step=at_step)
     places = Places(scratch, report, keep)
     if is_soak:
-        _soak(job, faults, places, for_=for_, mtbf=mtbf, seed=seed, as_json=as_json)
+        _soak(job, by_name, places, with_all=ALL in names, for_=for_, mtbf=mtbf, seed=seed, as_json=as_json)
     else:
-        _drill(job, faults, places, asked=set(words[:-1]), as_json=as_json)
+        _drill(job, select(names), places, asked={fault.name for fault in by_name}, as_json=as_json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,15 @@ def _drill(job: DrillJob, faults: list[Fault], places: Places, *, asked: set[str
 
 
 def _soak(
-    job: DrillJob, faults: list[Fault], places: Places, *, for_: str, mtbf: str, seed: int, as_json: bool
+    job: DrillJob,
+    by_name: list[Fault],
+    places: Places,
+    *,
+    with_all: bool,
+    for_: str,
+    mtbf: str,
+    seed: int,
+    as_json: bool,
 ) -> None:
     from elastictrain.core.soak import parse_duration_s, soakable
     from elastictrain.drill.soak import Soak
@@ -146,7 +156,7 @@ def _soak(
             raise UsageError(f"{name} {text}: not a duration", "For example: 90s, 10m, 2h.")
     assert for_s is not None
     assert mtbf_s is not None
-    if unfit := [fault.name for fault in faults if not fault.in_soak]:
+    if unfit := [fault.name for fault in by_name if not fault.in_soak]:
         names = ", ".join(fault.name for fault in soakable())
         raise UsageError(f"a soak cannot have {', '.join(unfit)}", f"It can have: {names}.")
     with writing(places) as folder, ending_all():
@@ -156,7 +166,7 @@ def _soak(
             for_s=for_s,
             mtbf_s=mtbf_s,
             seed=seed,
-            faults=faults or soakable(),
+            faults=soakable() if with_all or not by_name else by_name,
             tell=_tell,
             keep=places.keep,
         ).run()
@@ -283,7 +293,7 @@ def ending_all() -> Iterator[None]:
 
 
 def _list(as_json: bool) -> None:
-    from elastictrain.core.faults import TABLE
+    from elastictrain.core.fault_table import TABLE
 
     if as_json:
         fields = [

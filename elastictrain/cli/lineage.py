@@ -14,6 +14,7 @@ from elastictrain.checkpoint.catalog import Candidate, latest_run, newest_first
 from elastictrain.checkpoint.durable_note import DurableNote
 from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
 from elastictrain.checkpoint.patience import patiently
+from elastictrain.checkpoint.secrets import redact_url
 from elastictrain.checkpoint.store import Store, open_store
 from elastictrain.cli.snapshot_places import find_place
 from elastictrain.errors import BusyError, MissingInputError, SnapshotDamagedError, SnapshotError, StorageError
@@ -86,6 +87,7 @@ def find_source(text: str, storage_options: Mapping[str, Any], warn: Callable[[s
     where, at, step_text = text.rpartition("@")
     if not at or not step_text.isdigit():
         where, step_text = text, ""
+    text = redact_url(text)  # from here on it is for people
     step = int(step_text) if step_text else None
     folder = Path(where)
     if "://" not in where and (folder / IDENTITY_FILE).exists():

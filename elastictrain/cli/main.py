@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
-from elastictrain.errors import ElasticTrainError
+from elastictrain.errors import ElasticTrainError, UsageError
+
+_USAGE_CODE_OF_TYPER = 2
 
 
 def main() -> None:
@@ -15,6 +17,9 @@ def main() -> None:
     except ElasticTrainError as error:
         _explain(error)
         sys.exit(error.exit_code)
+    except SystemExit as end:
+        # What typer found wrong with the arguments it has explained itself; no command of ours ends with its 2.
+        sys.exit(UsageError.exit_code if end.code == _USAGE_CODE_OF_TYPER else end.code)
 
 
 def _run(arguments: list[str]) -> None:

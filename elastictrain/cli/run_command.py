@@ -91,6 +91,7 @@ def run(
     # Imported here, so that `--help` and completion answer at once.
     import asyncio
 
+    from elastictrain.checkpoint.secrets import redact_url
     from elastictrain.cli.lineage import find_source, with_patience
     from elastictrain.cli.nodes import make_team
     from elastictrain.cli.state_dir import StartOptions, StateDir
@@ -115,7 +116,7 @@ def run(
             lambda: find_source(source, config.checkpoint.storage_options, _warn),
             config.checkpoint.storage_timeout_s,
             _warn,
-            f"--from {source}: the run cannot begin without it.",
+            f"--from {redact_url(source)}: the run cannot begin without it.",
         )
         if source is not None
         else None,

@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,14 +14,14 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from elastictrain.checkpoint.store import open_store
+from elastictrain.checkpoint.store import Store, open_store
 from elastictrain.cli.lineage import run_in_store, with_patience
 from elastictrain.config import JobConfig, LoadedJob
 from elastictrain.core.batch import resolve_batch
 from elastictrain.core.identity import REWIND
 from elastictrain.core.membership import Lineage, Plan
 from elastictrain.core.snapshot_interval import mean_time_between_failures_s
-from elastictrain.errors import BusyError, StateDirError
+from elastictrain.errors import BusyError, StateDirError, StorageError
 from elastictrain.folders import last_number, numbered_folders
 from elastictrain.protocol import (
     BOARD_FILE,
@@ -38,6 +39,9 @@ from elastictrain.supervisor.incarnation import Incarnation
 from elastictrain.supervisor.past import read_past
 from elastictrain.supervisor.pruning import prune
 from elastictrain.supervisor.team import Assignment
+
+FENCE_PATIENCE_S = 5.0
+"""How long a start waits for what the store knows of worker groups on other nodes."""
 
 
 def group_of(plan: Plan, place: int) -> Group:
@@ -94,6 +98,7 @@ class StateDir:
     def __init__(self, path: Path, warn: Callable[[str], None] = lambda _text: None) -> None:
         self.path = path.absolute()
         self._warn = warn
+        self._fenced_number = 0
         try:
             (self.path / RUNS_DIR).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -170,6 +175,7 @@ class StateDir:
             run_id = run_id or secrets.token_hex(4)
             self._pin(options.source, run_id, config)
         run_id = run_id or secrets.token_hex(4)
+        self._note_fence(config, run_id)
         return Lineage(
             run_id,
             kept_size,
@@ -245,8 +251,11 @@ class StateDir:
             identity.write(self.path)
         return identity
 
+    def _store(self, config: JobConfig) -> Store:
+        return open_store(config.checkpoint.url or self.path / SNAPSHOTS_DIR, config.checkpoint.storage_options)
+
     def _run_in_store(self, config: JobConfig) -> JobIdentity | None:
-        store = open_store(config.checkpoint.url or self.path / SNAPSHOTS_DIR, config.checkpoint.storage_options)
+        store = self._store(config)
         return with_patience(
             lambda: run_in_store(store),
             config.checkpoint.storage_timeout_s,
@@ -303,10 +312,25 @@ class StateDir:
                     return True
         return False
 
+    def _note_fence(self, config: JobConfig, run_id: str) -> None:
+        """Worker groups on other nodes have numbers too, and this directory may be newer than they are. A store that
+        cannot be reached now costs nothing but this: the other nodes know their numbers."""
+
+        def look() -> None:
+            with contextlib.suppress(StorageError):
+                fence = self._store(config).read_fence(run_id)
+                self._fenced_number = fence.incarnation if fence is not None else 0
+
+        # In a thread of its own: nobody can say how long a client goes on trying.
+        looking = threading.Thread(target=look, name="fence", daemon=True)
+        looking.start()
+        looking.join(FENCE_PATIENCE_S)
+
     @property
     def last_number(self) -> int:
-        """Of the incarnations so far; 0 before the first."""
-        return last_number(self.path / RUNS_DIR)
+        """Of the incarnations so far, also of those on other nodes that have begun, where it was looked for; 0 before
+        the first."""
+        return max(last_number(self.path / RUNS_DIR), self._fenced_number)
 
     def _mean_time_between_failures_s(self, config: JobConfig) -> float:
         """From the lives of the worker groups so far, as the journal has them: by a clock that nobody sets."""

@@ -29,6 +29,7 @@ class Kind(StrEnum):
     PERSISTER_RETRYING = "persister_retrying"
     PERSISTER_STALLED = "persister_stalled"
     PERSISTER_FAILED = "persister_failed"
+    PERSISTER_FENCED = "persister_fenced"
     STORE_RETRYING = "store_retrying"
     EVALUATED = "evaluated"
     RANK_FAILED = "rank_failed"

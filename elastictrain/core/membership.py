@@ -10,6 +10,9 @@ steps. Nodes that were no part of the last worker group cannot know that. They g
 that it has ended, or after a time (`Bounds.takeover_s`) after which a worker group that nobody hears of has stopped
 itself.
 
+Nodes that all reach the store need not reach each other. So they try, before a plan is made and while their ranks wait,
+and say what they found: a worker group has only nodes that reach each other (`_connected`).
+
 A node is told from a dead one by its record, which changes every moment while its supervisor lives, and by nothing that
 a clock says: it is dead when its record has stood still under our own eyes (`Sightings`).
 """
@@ -82,6 +85,9 @@ class Node:
         must_agree: what has to be the same on all nodes, by name.
         reason: of its standing, in words.
         has_taken_part: in a worker group, since its supervisor started.
+        links_port: where it answers the others' attempts to connect; 0 if it does not.
+        links: other nodes, and whether its last attempts to connect to them succeeded; those it has not tried are left
+            out.
     """
 
     node: str
@@ -95,6 +101,8 @@ class Node:
     must_agree: Mapping[str, str] = field(default_factory=dict)
     reason: str = ""
     has_taken_part: bool = False
+    links_port: int = 0
+    links: Mapping[str, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +234,8 @@ def line_up(plan: Plan | None, nodes: Sequence[Node], bounds: Bounds) -> Line:
     found = {node.node: differences(node, ruler) for node in ready} if ruler is not None else {}
     reserve = {node: "; ".join(words) for node, words in found.items() if words}
     fitting = [node for node in ready if node.node not in reserve]
+    fitting, apart = _connected(fitting)
+    reserve |= apart
     # Of all that fit, also of those that are left out below: which run it is does not depend on who takes part.
     lineage = agreed_lineage(fitting) if fitting else None
     max_ranks = bounds.max_ranks(lineage) if lineage is not None else None
@@ -240,6 +250,49 @@ def line_up(plan: Plan | None, nodes: Sequence[Node], bounds: Bounds) -> Line:
             chosen.append(node)
             num_ranks += node.num_ranks
     return Line(tuple(chosen), reserve, lineage)
+
+
+def are_apart(one: Node, other: Node) -> bool:
+    """Whether one of the two has found that it does not reach the other: their ranks could not train together."""
+    return one.links.get(other.node) is False or other.links.get(one.node) is False
+
+
+def _connected(nodes: Sequence[Node]) -> tuple[list[Node], dict[str, str]]:
+    """The nodes that all reach each other, with as many ranks as can be found by beginning with each node in turn; of
+    equally many, those of whom the first comes first. And for each of the others, why it is left out."""
+    best: list[Node] = []
+    for first in nodes:
+        group = [first]
+        for node in nodes:
+            if node is not first and not any(are_apart(node, each) for each in group):
+                group.append(node)
+        if sum(node.num_ranks for node in group) > sum(node.num_ranks for node in best):
+            best = group
+        if len(group) == len(nodes):
+            break
+    names = {node.node for node in best}
+    left_out = {
+        node.node: f"it does not reach {_names([each for each in best if are_apart(node, each)])}, or is not reached"
+        for node in nodes
+        if node.node not in names
+    }
+    return [node for node in nodes if node.node in names], left_out
+
+
+def parted_members(plan: Plan, nodes: Sequence[Node]) -> list[Node]:
+    """The members between whom there is no connection, though all of them live."""
+    members = [node for node in nodes if plan.place_of(node.node) is not None]
+    return [node for node in members if any(are_apart(node, each) for each in members)]
+
+
+def _untried(nodes: Sequence[Node]) -> list[Node]:
+    """The nodes of which nobody knows yet whether they reach each other."""
+    asked = [node for node in nodes if node.links_port]
+    return [
+        node
+        for node in asked
+        if any(each is not node and each.node not in node.links and node.node not in each.links for each in asked)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +360,8 @@ def next_plan(
             return Wait(_takes_over(hosts, "no node here took part", unheard_s, bounds))
     if not goes_on and len(line.nodes) < bounds.max_nodes and quiet_s < bounds.last_call_s:
         return Wait(f"{_names(line.nodes)} {'is' if len(line.nodes) == 1 else 'are'} ready; more may come")
+    if untried := _untried(line.nodes):
+        return Wait(f"{_names(untried)} try to reach each other")
     if line.nodes[0].node != me:
         return Wait(f"{line.nodes[0].host} makes the plan")
     number = 1 + max([node.number for node in nodes] + ([plan.number] if plan is not None else []))

@@ -11,7 +11,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastictrain.core.faults import TABLE, Fault
+from elastictrain.core.fault_table import TABLE
+from elastictrain.core.faults import Fault
 
 FIRST_STEP = 2
 """No fault before this step: there would be nothing to lose."""

@@ -23,7 +23,7 @@ REFERENCE_DEADLINE_S = 6 * 3600.0
 
 
 def refused(fault: Fault, why: str) -> Row:
-    return Row(fault.name, "", None, None, None, None, None, None, "", "refused", why)
+    return Row(fault=fault.name, verdict="refused", why=why)
 
 
 class Exercise:
@@ -122,7 +122,7 @@ class Exercise:
             row = refused(fault, error.what)
         except ElasticTrainError as error:
             folder = str(trial.folder) if trial is not None else ""
-            row = Row(fault.name, str(point), None, None, None, None, None, None, "", "fails", error.what, folder)
+            row = Row(fault=fault.name, injected_at=str(point), verdict="fails", why=error.what, folder=folder)
         finally:
             if trial is not None:
                 trial.close()

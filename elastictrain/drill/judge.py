@@ -28,7 +28,7 @@ DETECTED = (
 """Events by which the supervisor says that it has noticed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One line of the table.
 
@@ -49,14 +49,14 @@ class Row:
     """
 
     fault: str
-    injected_at: str
-    detected_s: float | None
-    recovered_s: float | None
-    steps_lost: int | None
-    samples_repeated: int | None
-    samples_skipped: int | None
-    bitwise_equal: bool | None
-    difference: str
+    injected_at: str = ""
+    detected_s: float | None = None
+    recovered_s: float | None = None
+    steps_lost: int | None = None
+    samples_repeated: int | None = None
+    samples_skipped: int | None = None
+    bitwise_equal: bool | None = None
+    difference: str = ""
     verdict: str
     why: str
     folder: str = ""

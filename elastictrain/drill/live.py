@@ -160,10 +160,6 @@ def strike(fault: Fault, target: Target, status: Status, *, timeout_s: float, te
         detected_s=detected,
         recovered_s=recovered,
         steps_lost=seen.steps_lost,
-        samples_repeated=None,
-        samples_skipped=None,
-        bitwise_equal=None,
-        difference="",
         verdict="fails" if wrong else "holds",
         why="; ".join(wrong) if wrong else _remark(seen),
     )

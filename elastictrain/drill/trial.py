@@ -24,6 +24,7 @@ from elastictrain.checkpoint.store import Store, open_store
 from elastictrain.core.events import Event
 from elastictrain.core.faults import Fault
 from elastictrain.core.trajectory import RankTrace, read_trace
+from elastictrain.drill.launch import CLEAR_TIMEOUT_S
 from elastictrain.drill.settings import DrillJob
 from elastictrain.errors import ElasticTrainError, StorageError
 from elastictrain.procs import adopt_orphans, command_of, reap_orphans
@@ -31,8 +32,6 @@ from elastictrain.protocol import JOURNAL_FILE, METRICS_FILE
 from elastictrain.supervisor.journal_reader import JournalReader
 
 POLL_S = 0.01
-CLEAR_TIMEOUT_S = 20.0
-"""How long to wait for killed processes to be gone, and for readers of the memory tier."""
 STDERR_LINES = 20
 
 
@@ -88,7 +87,11 @@ class Trial:
         self.started_s = boot_clock_s()
         with (self.folder / "stderr.txt").open("ab") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "elastictrain.drill.launch", str(os.getpid()), str(self.state_dir), *arguments],
+                [
+                    *(sys.executable, "-m", "elastictrain.drill.launch"),
+                    *(str(os.getpid()), str(self.state_dir), self.job.name, self.job.config.checkpoint.memory_path),
+                    *arguments,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -36,12 +36,14 @@ from elastictrain.core.membership import (
     differences,
     lost_members,
     next_plan,
+    parted_members,
     reference,
     regroup_reason,
 )
 from elastictrain.core.status import NodeView, RankView
 from elastictrain.errors import BusyError, ConfigError
 from elastictrain.kv.client import EtcdClient, EtcdError, EtcdLeaseGoneError, Stored
+from elastictrain.supervisor.links import Links
 from elastictrain.supervisor.store_process import StoreProcess
 from elastictrain.supervisor.team import Assignment, Orders
 
@@ -50,6 +52,8 @@ CALM_S = 0.5
 """Between two looks at the others while ranks run."""
 BUSY_S = 0.1
 """The same while a worker group is being put together."""
+WONDER_S = 1.0
+"""Ranks that have stood still for so long may wait for a node that is not reached."""
 MIN_LEASE_S = 30
 STOPPING_S = 30.0
 """A worker group that nobody hears of has stopped itself so long after its own limit, the store's answers included."""
@@ -200,6 +204,7 @@ class Muster:
         self._assembled: asyncio.Future[Assignment] | None = None
         self._orders: Orders | None = None
         self._task: asyncio.Task[None] | None = None
+        self._links = Links(me.address, self._poke.set)
 
     # ---- for the supervisor
 
@@ -245,6 +250,7 @@ class Muster:
         self._orders = orders
         if self._store is not None:
             await self._open_store(self._store)
+        await self._links.open()
         self._task = asyncio.create_task(self._run())
 
     async def _open_store(self, store: StoreProcess) -> None:
@@ -297,6 +303,15 @@ class Muster:
         finally:
             self._assembled = None
 
+    async def others_ended(self) -> bool:
+        plan = self._mine
+        if plan is None:
+            return True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout_s + CALM_S), self._changed:
+                await self._changed.wait_for(lambda: bool(lost_members(plan, self._living, self._me.node)))
+        return bool(lost_members(plan, self._living, self._me.node))
+
     async def finish(self) -> bool:
         plan = self._mine
         assert plan is not None
@@ -339,6 +354,7 @@ class Muster:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+        await self._links.close()
         if self._away_since_s is None and self._has_looked:
             with contextlib.suppress(EtcdError):
                 await self._say_it_is_over()
@@ -382,6 +398,8 @@ class Muster:
             must_agree=dict(self._me.must_agree),
             reason=self._reason,
             has_taken_part=self._has_taken_part,
+            links_port=self._links.port,
+            links=self._links.found,
         )
 
     async def _run(self) -> None:
@@ -417,7 +435,17 @@ class Muster:
             self._away_since_s = None
         self._take_in(found, now_s)
         self._has_looked = True
+        self._look_after_links(orders)
         await self._act(orders, now_s)
+
+    def _look_after_links(self, orders: Orders) -> None:
+        """Finds out who is reached: before a worker group is put together, and while this node's ranks wait."""
+        others = [node for node in self._living if node.node != self._me.node and node.links_port]
+        waits = self._standing in _RUNS and orders.waits_since_s()[0] >= WONDER_S
+        self._links.look_after(
+            {node.node: (node.address, node.links_port) for node in others},
+            all_again=waits or self._standing is Standing.READY,
+        )
 
     def _exchange(self, value: bytes) -> dict[str, Stored]:
         key = self._key(self._me.node)
@@ -481,7 +509,7 @@ class Muster:
                 found = replace(found, may_be_outdated=False)
             self._know(found)
             return
-        if self._is_plan_stored:
+        if self._is_plan_stored and self._has_looked:
             self._emit("store_lost_data", attempt=known.attempt)
         self._is_plan_stored = False
         self._know(replace(known, may_be_outdated=not is_sure))
@@ -523,11 +551,13 @@ class Muster:
 
     def _look_after(self, mine: Plan, orders: Orders) -> None:
         lost = lost_members(mine, self._living, self._me.node)
-        if lost:
+        apart = parted_members(mine, self._living)
+        if lost or apart:
             waits_s, _ = orders.waits_since_s()
             if waits_s >= self._timeout_s:
-                hosts = ", ".join(member.host for member in lost)
-                self._order_to_abandon(f"{hosts} {'is' if len(lost) == 1 else 'are'} gone")
+                hosts = ", ".join(sorted(each.host for each in lost or apart))
+                is_or_are = "is" if len(lost) == 1 else "are"
+                self._order_to_abandon(f"{hosts} {is_or_are} gone" if lost else f"{hosts} do not all reach each other")
         elif self._standing is Standing.RUNNING and not self._is_ordered:
             reason = regroup_reason(mine, self._living, self._bounds)
             if reason:

@@ -51,12 +51,19 @@ FORWARDED = frozenset(
         Kind.PERSISTER_RETRYING,
         Kind.PERSISTER_STALLED,
         Kind.PERSISTER_FAILED,
+        Kind.PERSISTER_FENCED,
         Kind.STORE_RETRYING,
         Kind.EVALUATED,
     }
 )
 """Events of the ranks that are kept as they come."""
-OF_ALL_NODES = FORWARDED - {Kind.RESTORED, Kind.PROGRESS, Kind.SNAPSHOT_AT_FAILURE, Kind.EVALUATED}
+OF_ALL_NODES = FORWARDED - {
+    Kind.RESTORED,
+    Kind.PROGRESS,
+    Kind.SNAPSHOT_AT_FAILURE,
+    Kind.EVALUATED,
+    Kind.PERSISTER_FENCED,
+}
 """Those of them that rank zero alone says: other nodes keep them as well."""
 SHOWN = {
     "incident_opened": "error",
@@ -278,7 +285,7 @@ class Supervisor:
             reason, self._restart_reason = self._restart_reason, None
             self._emit_end(end, reason, None)
             self.emit("restart_planned", delay_s=0.0, reason=reason)
-        elif has_peers and all(rank_end.secondary for rank_end in end.ends):
+        elif has_peers and (all(e.secondary for e in end.ends) or await self._agent_lost_the_others(end)):
             # Each node counts its own failures. Whoever asked for this end, or failed, is another one.
             reason = outcome["reason"] if outcome is not None else "ranks on another node ended"
             self._emit_end(end, reason, None)
@@ -297,6 +304,12 @@ class Supervisor:
             self._emit_end(end, cause.what, cause)
             self._failed(cause, end, [report.as_error() for report in incarnation.reports()])
             await self._pause()
+
+    async def _agent_lost_the_others(self, end: LifeEnd) -> bool:
+        """Whether the agent ended by itself, with no rank to blame, because its worker group's store or another node is
+        gone: agents meet through that store before there are any ranks."""
+        alone = all(rank_end.rank is None and (rank_end.exit_code or 0) > 0 for rank_end in end.ends)
+        return alone and await self._team.others_ended()
 
     async def _finish(self) -> bool:
         """All ranks here are done: waits until the job is, or somebody wants no more waiting."""

@@ -77,6 +77,9 @@ class Team(Protocol):
     def stand(self, standing: Standing, reason: str = "") -> None:
         """Tells the others what this node is about."""
 
+    async def others_ended(self) -> bool:
+        """This node's part in the worker group has ended: whether another node's has as well, or soon does."""
+
     async def finish(self) -> bool:
         """All ranks of this node have done the last step: waits until the job is done. False if it must go on, since
         the last snapshot could not be kept."""
@@ -102,6 +105,9 @@ class Alone:
         return Assignment()
 
     def stand(self, standing: Standing, reason: str = "") -> None: ...
+
+    async def others_ended(self) -> bool:
+        return False
 
     async def finish(self) -> bool:
         return True

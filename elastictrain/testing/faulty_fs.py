@@ -6,6 +6,8 @@ Calls are counted by kind, over all files: `write` (a chunk handed to an open fi
 `put` (a small file in one go), `read`, `get` (a small file in one go), `info`, `ls`, `delete`. A fault is named by
 kind and number, from 1: `fail` raises OSError, `truncate` loses the second half of the data and says nothing, `stall`
 sleeps for an hour, `fail+` fails from there on. Counters live in the process, per `counter` name; `reset` zeroes them.
+What it is given as `secret` it says in every error, as a careless client would. With `once`, the path of a file that is
+made at the first fault, no process has a fault once that file is there.
 
 `target` is `memory` (default) or `file`; a path `faulty://p` is `p` in memory, or `/p` in the file system.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
@@ -44,18 +47,28 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
         target: `memory` or `file`.
         faults: kind and number to what happens there.
         counter: name of the counters.
+        once: file that says that the one fault there is to be has been.
+        secret: said in every error.
     """
 
     protocol = "faulty"
     cachable = False
 
     def __init__(
-        self, target: str = "memory", faults: Mapping[str, str] | None = None, counter: str = "default", **kwargs: Any
+        self,
+        target: str = "memory",
+        faults: Mapping[str, str] | None = None,
+        counter: str = "default",
+        once: str = "",
+        secret: str = "",
+        **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self._target = MemoryFileSystem() if target == "memory" else LocalFileSystem(auto_mkdir=True)
         self._faults = dict(faults or {})
         self._counts = counts(counter)
+        self._once = Path(once) if once else None
+        self._said = f" (secret={secret})" if secret else ""
 
     def fault(self, kind: str) -> bool:
         """Counts a call; fails or stalls if it is time to. Returns whether its data are to be cut."""
@@ -66,8 +79,12 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
             wanted, _, start = name.partition(":")
             if repeated == "fail+" and wanted == kind and number >= int(start):
                 action = "fail"
+        if action is not None and self._once is not None:
+            if self._once.exists():
+                return False
+            self._once.touch()
         if action == "fail":
-            raise OSError(f"{kind} number {number} failed, as it was told")
+            raise OSError(f"{kind} number {number} failed, as it was told{self._said}")
         if action == "stall":
             time.sleep(STALL_S)
         return action == "truncate"

@@ -6,21 +6,16 @@ read its node's memory tier at a start. Every rank can write into it when it fai
 
 from __future__ import annotations
 
-import os
 import platform
-import shutil
-import socket
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, sleep
 
 import torch
 
 from elastictrain import __version__
 from elastictrain.checkpoint.durable_note import DurableNote
+from elastictrain.checkpoint.fence import Fence
 from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
 from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.persist_loop import PersisterSettings, Report
@@ -30,11 +25,13 @@ from elastictrain.checkpoint.store import Store, open_store
 from elastictrain.config.schema import JobConfig
 from elastictrain.core.identity import HYPERPARAMETERS
 from elastictrain.core.snapshot_interval import LastSnapshot, SnapshotSchedule
-from elastictrain.errors import ElasticTrainError, SnapshotError, StorageError
+from elastictrain.errors import SnapshotError, StorageError
 from elastictrain.logs import Logger
 from elastictrain.protocol import SNAPSHOTS_DIR, RunSpec
+from elastictrain.training.memory_return import give_back, is_stored
 from elastictrain.training.parting import Parted, Parting
 from elastictrain.training.restore import Lookup, Restored, Restorer
+from elastictrain.training.scratch import scratch_folder
 from elastictrain.training.session import Session
 from elastictrain.training.shadow import Shadow
 from elastictrain.training.snapshot import Snapshotter, Taken
@@ -43,12 +40,11 @@ from elastictrain.training.state import TrainingState
 
 WAIT_SLICE_S = 0.1
 """How often a wait for storage looks whether it was told to hurry."""
-
-
+ORDERS_S = 2.0
+"""How long a supervisor may take to hear from those of other nodes what a stop is for: it asks twice a second."""
+ORDERS_LOOK_S = 0.005
 PERSISTER_LEAVE_S = 0.5
 """How long to wait, at the end, for an idle persister to leave."""
-CLEAN_TIMEOUT_S = 5.0
-"""How long to wait, at the end, for whoever still reads the memory tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +60,6 @@ class Kept:
     durable: bool
 
 
-@contextmanager
-def scratch_folder(state_dir: Path) -> Iterator[Path]:
-    """A folder for downloads, gone at the end; what a killed process left goes with the next."""
-    root = state_dir / "scratch"
-    root.mkdir(exist_ok=True)
-    host = socket.gethostname()
-    for left in root.iterdir():
-        owner, _, pid = left.name.rpartition("@")[0].rpartition("-")
-        if owner == host and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(left, ignore_errors=True)
-    prefix = f"{host}-{os.getpid()}@"
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=root, ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
-
-
 class Checkpointing:
     """A rank's snapshots.
 
@@ -92,6 +73,7 @@ class Checkpointing:
     def __init__(self, spec: RunSpec, config: JobConfig, session: Session, log: Logger) -> None:
         self._spec = spec
         self._config = config.checkpoint
+        self._has_peers = config.elastic.has_peers
         self._session = session
         self._log = log
         place = session.place
@@ -140,7 +122,11 @@ class Checkpointing:
         began_s = perf_counter()
         allowed = frozenset(self._spec.allowed_differences)
         restorer = Restorer(
-            self._session.place, allowed=allowed, on_passed_over=self._passed_over, on_wait=self._waiting_for_store
+            self._session.place,
+            allowed=allowed,
+            on_passed_over=self._passed_over,
+            on_wait=self._waiting_for_store,
+            on_incomplete=self._incomplete,
         )
         is_local_zero = self._session.place.local_rank == 0
         with scratch_folder(Path(self._spec.state_dir)) as scratch:
@@ -163,7 +149,8 @@ class Checkpointing:
                 )
                 if restored is None:
                     raise SnapshotError(
-                        f"the snapshot of step {source.global_step} to begin with is not in {source.url} any more",
+                        f"the snapshot of step {source.global_step} to begin with is not in "
+                        f"{redact_url(source.url)} any more",
                         "Name another with --from.",
                     )
             elif restored is not None and restored.tier == "durable":
@@ -198,6 +185,9 @@ class Checkpointing:
 
     def _passed_over(self, where: str, reason: str) -> None:
         self._log.warning("snapshot_passed_over", where=where, reason=reason)
+
+    def _incomplete(self, where: str, reason: str) -> None:
+        self._log.warning("snapshot_incomplete", where=where, reason=reason)
 
     def _waiting_for_store(self, error: str, pause_s: float) -> None:
         self._session.beat()  # waiting is no hang
@@ -237,9 +227,14 @@ class Checkpointing:
                 storage_timeout_s=config.storage_timeout_s,
                 lock_path=str(Path(self._spec.state_dir) / "persister.lock"),
                 state_dir=self._spec.state_dir,
+                fence=asdict(Fence(self._spec.run_id, self._spec.incarnation, self._spec.group.attempt))
+                if self._has_peers
+                else None,
             ),
             self._reported,
         )
+        if self._has_peers:
+            self._persister.begin()
         snapshotter = Snapshotter(
             state,
             self._tiers,
@@ -290,16 +285,19 @@ class Checkpointing:
         deadline once somebody asks to stop, not at all when told to hurry.
         """
         if self._snapshotter is None or self._persister is None:
+            if complete and self._session.place.local_rank == 0:
+                self._end(clean=self._is_superfluous())
             return Kept(None, durable=False)
         if not complete:
             self._deadline_s = monotonic() + self._config.preempt_deadline_s
         step = self._session.global_step
         newest = self._last_step_in_memory(self._snapshotter, self._persister, step)
+        passes_on = not complete and self._passes_on()
         if newest is None:
             durable = self._durable_at_start == step
-            self._end(clean=durable)
+            self._end(clean=durable and not passes_on)
             return Kept(step if durable else None, durable)
-        if not complete and self._session.passes_on:
+        if passes_on:
             self._end(clean=False)
             return Kept(newest.global_step, durable=False)
         durable = self._wait_for_durable(self._persister, newest)
@@ -310,6 +308,15 @@ class Checkpointing:
             durable = self._wait_for_durable(self._persister, newest)
         self._end(clean=durable and newest.global_step == step)
         return Kept(newest.global_step, durable)
+
+    def _passes_on(self) -> bool:
+        """Whether the next worker group follows at once. Where it was another node that stopped this one, the
+        supervisor of this one may not have heard of it yet."""
+        deadline_s = monotonic() + ORDERS_S
+        while self._session.awaits_orders and monotonic() < deadline_s:
+            sleep(ORDERS_LOOK_S)
+            self._session.beat()
+        return self._session.passes_on or self._session.awaits_orders
 
     def _last_step_in_memory(self, snapshotter: Snapshotter, persister: Persister, step: int) -> MemorySnapshot | None:
         """The newest snapshot of this life, that of `step` if it can be had; waits for a slot where it may."""
@@ -343,15 +350,27 @@ class Checkpointing:
         )
         return False
 
+    def _is_superfluous(self) -> bool:
+        """Whether what this node, which is not rank zero's, has kept at a failure is needed no longer."""
+        if not any(tier.root.is_dir() for tier in self._tiers):
+            return False
+        step = self._session.global_step
+        stored = is_stored(
+            lambda: open_store(self._url, self._config.storage_options),
+            self._spec.run_id,
+            step,
+            patience_s=self._config.storage_timeout_s,
+            beat=self._session.beat,
+        )
+        if not stored:
+            self._log.warning("memory_kept", at_step=step, why=f"{redact_url(self._url)} does not show it from here")
+        return stored
+
     def _end(self, *, clean: bool) -> None:
         """Closes; memory that holds nothing but what is durable is given back."""
         self.close()
         if clean:
-            for tier in self._tiers:
-                try:
-                    tier.clean(timeout_s=CLEAN_TIMEOUT_S)
-                except (OSError, ElasticTrainError) as error:  # all is durable: nothing that the run should fail for
-                    self._log.warning("memory_not_given_back", where=str(tier.root), error=str(error))
+            give_back(self._tiers, self._log)
 
     def _may_wait(self) -> bool:
         if self._deadline_s is None and self._session.stop_asked:

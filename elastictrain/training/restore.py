@@ -24,14 +24,14 @@ from torch import Tensor
 
 from elastictrain.checkpoint.catalog import Candidate, SnapshotReader, first_sound, newest_first
 from elastictrain.checkpoint.durable_note import DurableNote
-from elastictrain.checkpoint.format import MANIFEST_FILE, TensorSpec
+from elastictrain.checkpoint.format import MANIFEST_FILE, Manifest, TensorSpec
 from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
 from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.patience import OnWait, patiently
-from elastictrain.checkpoint.store import Store
+from elastictrain.checkpoint.store import Store, StoredSnapshot
 from elastictrain.core.counters import Counters
 from elastictrain.core.identity import HYPERPARAMETERS, REWIND, Difference, refusal
-from elastictrain.errors import SnapshotError, SnapshotMismatchError, StorageError
+from elastictrain.errors import SnapshotError, SnapshotMismatchError, SnapshotVersionError, StorageError
 from elastictrain.training.collectives import broadcast_bytes, broadcast_tensor, gather_ints
 from elastictrain.training.device import Place
 from elastictrain.training.state import DTYPES, TrainingState
@@ -94,6 +94,7 @@ class Restorer:
         allowed: names of differences that are allowed.
         on_passed_over: called with (where, reason) for each snapshot, or store, that is passed over.
         on_wait: called before each pause in which a store that fails is waited for.
+        on_incomplete: called with (where, reason) for what is newer than the newest snapshot, and is none.
     """
 
     def __init__(
@@ -103,11 +104,13 @@ class Restorer:
         allowed: frozenset[str],
         on_passed_over: Callable[[str, str], None],
         on_wait: OnWait,
+        on_incomplete: Callable[[str, str], None],
     ) -> None:
         self._place = place
         self._allowed = allowed
         self._on_passed_over = on_passed_over
         self._on_wait = on_wait
+        self._on_incomplete = on_incomplete
         self._num_damaged = 0
         self._damaged_in_memory: list[MemorySnapshot] = []
 
@@ -117,6 +120,7 @@ class Restorer:
         Raises:
             SnapshotError: there are snapshots, and none can be read.
             SnapshotMismatchError: the newest one belongs to another run.
+            SnapshotVersionError: the newest one was written by a newer program.
             StorageError: the durable tier cannot be reached, and there is nothing else, or only what is older than
                 the newest step that is known to be durable there.
         """
@@ -170,6 +174,7 @@ class Restorer:
         """
         assert lookup.store is not None
         store = lookup.store
+        incomplete: list[StoredSnapshot] = []
         may_go_back = reached != _NONE and (noted <= reached or REWIND in self._allowed)
 
         def listing() -> list[Candidate]:
@@ -178,6 +183,7 @@ class Restorer:
                 raise StorageError(
                     f"{store.where} has no snapshot of this run any more: another store, or not mounted?"
                 )
+            incomplete[:] = [s for s in store.incomplete() if s.run_id == lookup.run_id]
             return found
 
         try:
@@ -194,7 +200,13 @@ class Restorer:
                 f"{error.what}; the snapshot of step {noted} is known to be durable there, {other}",
                 f"Start again once the store is back; {go_back}begin anew with --fresh.",
             ) from error
-        if max((c.global_step for c in found), default=_NONE) < noted and reached < noted:
+        newest = max((c.global_step for c in found), default=_NONE)
+        for (
+            left
+        ) in incomplete:  # no snapshot, and no reason not to begin; but whoever misses it should know where it is
+            if left.global_step > max(newest, reached):
+                self._on_incomplete(f"{store.where}/{left.name}", f"{MANIFEST_FILE}: is missing")
+        if newest < noted and reached < noted:
             # The store answers, and has lost this one: it is passed over as a damaged one is.
             self._on_passed_over(f"{store.where}, step {noted}", "was durable, and is not there any more")
         return found
@@ -214,7 +226,12 @@ class Restorer:
     def _open(self, candidates: list[Candidate], lookup: Lookup) -> SnapshotReader | None:
         if lookup.step is not None:
             candidates = [c for c in candidates if c.global_step == lookup.step]
-        reader = first_sound(candidates, lookup.scratch, self._passed_over)
+        try:
+            reader = first_sound(
+                candidates, lookup.scratch, self._passed_over, refuse_newer_format=REWIND not in self._allowed
+            )
+        except SnapshotVersionError as error:
+            raise _refused(error) from error
         for tier in lookup.tiers:
             for damaged in self._damaged_in_memory:
                 if damaged.path.parent == tier.root:
@@ -226,8 +243,11 @@ class Restorer:
         """Slots whose manifest cannot be used: they are in no list of snapshots, and must not count as none."""
         for tier in lookup.tiers:
             for path, damage in tier.damaged():
-                run_id = _run_of(path / MANIFEST_FILE)
+                manifest = _read_manifest(path)
+                run_id = _run_of(manifest)
                 if run_id == lookup.run_id or (run_id is None and not lookup.begins_run):
+                    if REWIND not in self._allowed:
+                        _refuse_newer_format(path, manifest)
                     self._num_damaged += 1
                     self._on_passed_over(str(path), str(damage))
 
@@ -270,13 +290,36 @@ class Restorer:
         return Restored(counters, run_id, told["tier"], trainer["world_size"], in_memory, changed)
 
 
-def _run_of(manifest: Path) -> str | None:
-    """The run that a damaged manifest is of, where that can still be read."""
+def _read_manifest(slot: Path) -> bytes:
+    """What there is of it."""
     try:
-        match = re.search(rb'"run_id": "([0-9a-f]{8})"', manifest.read_bytes())
+        return (slot / MANIFEST_FILE).read_bytes()
     except OSError:
-        return None
+        return b""
+
+
+def _run_of(manifest: bytes) -> str | None:
+    """The run that a manifest is of which cannot be used, where that can still be read."""
+    match = re.search(rb'"run_id": "([0-9a-f]{8})"', manifest)
     return match[1].decode() if match is not None else None
+
+
+def _refuse_newer_format(slot: Path, manifest: bytes) -> None:
+    """Raises SnapshotVersionError for the manifest of a newer program; whatever else is wrong with it is no matter."""
+    try:
+        Manifest.decode(manifest)
+    except SnapshotVersionError as error:
+        raise _refused(SnapshotVersionError(f"{slot}/{error.what}", error.hint)) from error
+    except SnapshotError:
+        return
+
+
+def _refused(error: SnapshotVersionError) -> SnapshotVersionError:
+    """With what else can be done, at a start."""
+    return SnapshotVersionError(
+        error.what,
+        f"{error.hint} To go on from an older snapshot all the same: --allow {REWIND}; to begin anew: --fresh.",
+    )
 
 
 def _noted(lookup: Lookup) -> int:

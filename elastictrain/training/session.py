@@ -94,6 +94,7 @@ class Session:
         self._heartbeat = heartbeat if heartbeat is not None else my_heartbeat()
         self._vote = StopVote(place) if place.world_size > place.local_world_size else None
         self._last_step: int | None = None
+        self._is_stopped_elsewhere = False
         self._snapshots_seen = self._board.snapshots_asked
         self._microbatch = 0
         self._counters = counters if counters is not None else Counters()
@@ -143,6 +144,7 @@ class Session:
         """The last moment of a step before its update: all ranks learn whether it is the last."""
         if vote.end():
             self._last_step = self.global_step + 1
+            self._is_stopped_elsewhere = not self._board.asked
             if self.stop_reason is None:
                 self.stop_reason = "asked to stop on another node"
 
@@ -345,6 +347,11 @@ class Session:
     def passes_on(self) -> bool:
         """True when the next worker group follows at once: it finds the last snapshot in memory."""
         return self._board.is_passing_on
+
+    @property
+    def awaits_orders(self) -> bool:
+        """True while another node has had all stop, and nobody has said on this one what for."""
+        return self._is_stopped_elsewhere and not self._board.asked and not self.passes_on
 
     @property
     def must_stop(self) -> bool:

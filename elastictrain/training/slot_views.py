@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from elastictrain.checkpoint.memory_tier import SlotWriter
+from elastictrain.checkpoint.slot_writer import SlotWriter
 from elastictrain.errors import SnapshotError
 
 

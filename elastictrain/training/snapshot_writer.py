@@ -16,7 +16,8 @@ from torch import Tensor
 
 from elastictrain.checkpoint.format import Layout, TensorSpec, layout
 from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
-from elastictrain.checkpoint.memory_tier import LOCK_POLL_S, Declined, MemoryTier, SlotWriter
+from elastictrain.checkpoint.memory_tier import LOCK_POLL_S, Declined, MemoryTier
+from elastictrain.checkpoint.slot_writer import SlotWriter
 from elastictrain.errors import ElasticTrainError, MemoryTierError
 from elastictrain.logs import Logger
 from elastictrain.training.device_copy import DeviceCopy

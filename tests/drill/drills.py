@@ -74,11 +74,12 @@ def processes_of(folder: Path) -> list[str]:
     found = []
     for process in psutil.process_iter():
         try:
-            known = [*process.cmdline(), *process.environ().values()]
+            words = process.cmdline()
+            known = [*words, *process.environ().values()]
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
         if process.pid != os.getpid() and any(str(folder / "scratch") in text for text in known):
-            found.append(" ".join(process.cmdline()))
+            found.append(" ".join(words))
     return found
 
 

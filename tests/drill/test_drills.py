@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from elastictrain.core.faults import BY_NAME, TABLE, Expect, Fault
+from elastictrain.core.fault_table import BY_NAME, TABLE
+from elastictrain.core.faults import Expect, Fault
 from elastictrain.core.soak import soakable
 from tests.drill.drills import (
     Drilled,
@@ -46,6 +47,7 @@ def test_a_killed_rank(tmp_path):
         (["kill-rank"], 64, "give the faults and then the job"),
         (["soak"], 64, "give the job"),
         (["soak", "oom-kill", "JOB"], 64, "a soak cannot have oom-kill"),
+        (["soak", "all", "oom-kill", "JOB"], 64, "a soak cannot have oom-kill"),
         (["soak", "JOB", "--for", "soon"], 64, "not a duration"),
         (["kill-rank", "no-such-job"], 66, "no file no-such-job"),
         (["kill-rank", "JOB", "--steps", "3"], 64, "at least 8 steps"),
@@ -98,6 +100,17 @@ def test_what_was_asked_for_and_cannot_be_had_does_not_hold(tmp_path):
     assert finished.code == 1
     assert "1 of 1 drill(s) do not hold: disk-full" in finished.stderr
     assert json.loads((scratch / "drill.json").read_text()) == document
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.long
+def test_a_killed_drill_leaves_nothing_but_its_scratch_folder(tmp_path):
+    """What it had started ends by itself, and gives back its memory."""
+    job = tiny_job(tmp_path)
+    with start_cli("drill", "kill-rank", job, "--steps", "800", "--scratch", tmp_path / "scratch", cwd=tmp_path) as it:
+        wait_until(lambda: list((tmp_path / "shm").rglob("manifest.json")))
+        it.kill()
+        wait_until(lambda: not processes_of(tmp_path))
     assert_nothing_left(tmp_path)
 
 

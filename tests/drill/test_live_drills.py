@@ -13,31 +13,54 @@ from elastictrain.checkpoint.catalog import newest_first
 from elastictrain.checkpoint.format import MODEL_FILE
 from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.store import open_store
+from elastictrain.core.fault_table import TABLE
 from elastictrain.drill.outside import damage_file
 from tests.drill.drills import (
     tiny_job,
 )
 from tests.process.helpers import run_cli, start_cli, wait_until
 
+EVERY = [fault.name for fault in TABLE if fault.is_live]
 
-@pytest.mark.parametrize("name", ["kill-rank", pytest.param("kill-agent", marks=pytest.mark.long)])
-def test_a_running_job_survives(tmp_path, name):
-    job = tiny_job(tmp_path, train={"max_steps": 1_000_000})
+
+@pytest.mark.parametrize("names", [["kill-rank"], pytest.param(EVERY, marks=pytest.mark.long)], ids=["one", "every"])
+def test_a_running_job_survives(tmp_path, names):
+    job = tiny_job(
+        tmp_path,
+        train={"max_steps": 1_000_000},
+        data={"num_workers": 1 if "kill-loader-worker" in names else 0},
+        metrics={"every_steps": 1000},  # nobody reads what it says meanwhile
+    )
     state = tmp_path / "state"
     with start_cli("run", job, "--state-dir", state, "--output", "json", cwd=tmp_path) as running:
         assert running.stdout is not None
         wait_until(lambda: '"snapshot_durable"' in running.stdout.readline())  # type: ignore[union-attr]
-        finished = run_cli("drill", name, "--state-dir", state, "--yes", "--json", cwd=tmp_path)
-        row = json.loads(finished.stdout)["rows"][0]
-        assert row["recovered_s"] > row["detected_s"] > 0, row
-        assert (row["steps_lost"], row["verdict"], finished.code) == (0, "holds", 0), row
-        refused = run_cli("drill", "preempt", "--state-dir", state, "--yes", cwd=tmp_path)
-        assert (refused.code, refused.stdout) == (64, "")
-        assert "preempt cannot be done to a running job" in refused.stderr
-        unanswered = run_cli("drill", name, "--state-dir", state, cwd=tmp_path)
+        for name in names:
+            finished = run_cli("drill", name, "--state-dir", state, "--yes", "--json", cwd=tmp_path)
+            row = json.loads(finished.stdout)["rows"][0]
+            assert row["recovered_s"] > row["detected_s"] > 0, row
+            assert (row["steps_lost"], row["verdict"], finished.code) == (0, "holds", 0), row
+        refused = {
+            "preempt": "preempt cannot be done to a running job",
+            "clock-back": "clock-back cannot be done to a running job",
+            "clock-jump": "one fault at a time",
+            "all": "one fault at a time",
+        }
+        pids = rank_pids(tmp_path)
+        for name, said in refused.items():
+            finished = run_cli("drill", name, "--state-dir", state, "--yes", cwd=tmp_path)
+            assert (finished.code, finished.stdout) == (64, "")
+            assert said in finished.stderr
+        unanswered = run_cli("drill", "kill-rank", "--state-dir", state, cwd=tmp_path)
         assert unanswered.code == 1, "nobody said yes"
+        assert rank_pids(tmp_path) == pids
         running.send_signal(signal.SIGTERM)
         running.wait(60)
+
+
+def rank_pids(folder: Path) -> list[int]:
+    finished = run_cli("status", "--state-dir", folder / "state", "--json", cwd=folder)
+    return [rank["pid"] for rank in json.loads(finished.stdout)["ranks"]]
 
 
 @pytest.mark.long

@@ -27,13 +27,19 @@ from tests.nodes.node import Node
 from tests.process.helpers import ROOT
 
 
-def skip_unless_possible() -> None:
-    """Namespaces need root and the programs that make them."""
+def why_impossible() -> str:
+    """Namespaces need root and the programs that make them; what of it is missing, "" if nothing is."""
     if os.getuid() != 0:
-        pytest.skip("several hosts on one machine need root")
+        return "several hosts on one machine need root"
     for tool in ("unshare", "nsenter", "setpriv", "mount", "ip"):
         if shutil.which(tool) is None:
-            pytest.skip(f"{tool} is not here: apt-get install util-linux mount iproute2")
+            return f"{tool} is not here: apt-get install util-linux mount iproute2"
+    return ""
+
+
+def skip_unless_possible() -> None:
+    if why := why_impossible():
+        pytest.skip(why)
 
 
 class Cluster:

@@ -37,6 +37,9 @@ class Job:
         rendezvous: default: the store is on the first node.
         nodes: how many may take part.
         elastic: more of that section.
+        supervisor: that section.
+        max_steps: how many.
+        pause_s: of each microbatch.
     """
 
     def __init__(
@@ -47,6 +50,9 @@ class Job:
         rendezvous: str | None = None,
         nodes: str = "1:4",
         elastic: Mapping[str, Any] | None = None,
+        supervisor: Mapping[str, Any] | None = None,
+        max_steps: int = STEPS,
+        pause_s: float = 0.05,
     ) -> None:
         self.folder = folder / "job"
         self.folder.mkdir()
@@ -55,7 +61,7 @@ class Job:
         self.file = write_job(
             self.folder,
             TASK,
-            params={"folder": str(self.folder), "pause_s": 0.05},
+            params={"folder": str(self.folder), "pause_s": pause_s},
             elastic={
                 "reduction": "tree",
                 "nodes": nodes,
@@ -63,7 +69,8 @@ class Job:
                 **(elastic or {}),
             },
             checkpoint={"memory_path": "/dev/shm", "url": str(self.store)},
-            **_SECTIONS,
+            supervisor=dict(supervisor or {}),
+            **(_SECTIONS | {"train": _SECTIONS["train"] | {"max_steps": max_steps}}),
         )
 
     def state_dir(self, node: Node) -> Path:

@@ -9,13 +9,14 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.nodes.clock import shifted_clock
 from tests.nodes.cluster import Cluster, skip_unless_possible
 from tests.nodes.job import DEADLINE_S, PORT, Job
 from tests.process.etcd_cluster import NEEDS_ETCD
-from tests.process.helpers import wait_until
+from tests.process.helpers import ROOT, read_json_lines, wait_until
 
 pytestmark = pytest.mark.long
 
@@ -62,6 +63,22 @@ def test_a_killed_node_is_done_without(cluster: Cluster, tmp_path: Path) -> None
     job.wait_world_size(first, 1)
     job.wait_steps(3)
     job.finish(first)
+    job.assert_exact(tmp_path, num_again=1)
+
+
+def test_what_nodes_keep_of_a_failure_is_gone_at_the_end(cluster: Cluster, tmp_path: Path) -> None:
+    """Not only on rank zero's: the memory of a node is not for a job that is over."""
+    first, second, third = cluster
+    job = Job(cluster, tmp_path)
+    job.start(first, second, third)
+    job.wait_world_size(first, 3)
+    job.wait_steps(3)
+    third.kill()
+    job.wait_world_size(first, 2)
+    assert all(node.run(["find", "/dev/shm", "-name", "manifest.json"]) for node in (first, second))
+    job.wait_steps(3)
+    job.finish(first, second)
+    assert [node.run(["ls", "/dev/shm"]) for node in (first, second)] == ["", ""]
     job.assert_exact(tmp_path, num_again=1)
 
 
@@ -266,7 +283,55 @@ def test_a_partition_between_two_that_both_see_the_store(cluster: Cluster, tmp_p
     job.wait_world_size(third, 3)
     job.wait_steps(3)
     cluster.cut_between([first], [second])
-    job.wait_steps(5)
+    job.wait_world_size(third, 2)
+    job.wait_steps(3)
     cluster.heal_between([first], [second])
+    job.wait_world_size(third, 3)
     job.finish(first, second, third)
-    job.assert_exact(tmp_path, num_again=3)
+    job.assert_exact(tmp_path, num_again=1)
+
+
+STOPS_ONCE = """
+import os, pathlib, signal, sys
+marker = pathlib.Path(__file__).with_name("stop-once")
+if "elastictrain.training.agent" in sys.orig_argv and marker.exists():
+    marker.unlink()
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def start_with_an_agent_that_stops(cluster: Cluster, folder: Path) -> Job:
+    """A job on two nodes. The first node's agent stands still before it serves the worker group's store. The kernel
+    accepts connections to it all the same, so the second node's agent waits for an answer, with no time-out of torch's
+    to end that."""
+    job = Job(cluster, folder, elastic={"fast_restart": False}, supervisor={"startup_timeout_s": 20.0})
+    stops = folder / "stops"
+    stops.mkdir()
+    (stops / "sitecustomize.py").write_text(STOPS_ONCE)
+    (stops / "stop-once").touch()
+    job.start(cluster[0], environment={"PYTHONPATH": f"{stops}:{ROOT}"})
+    job.start(cluster[1])
+    return job
+
+
+def test_an_agent_that_hangs_in_a_call_of_the_store_is_ended_after_its_limit(cluster: Cluster, tmp_path: Path) -> None:
+    first, second, _ = cluster
+    job = start_with_an_agent_that_stops(cluster, tmp_path)
+    job.wait_world_size(first, 2)
+    assert not (tmp_path / "stops" / "stop-once").exists()
+    assert job.status(first)["incarnation"] > 1
+    job.finish(first, second)
+    job.assert_exact(tmp_path)
+
+
+def test_an_agent_that_loses_the_one_it_starts_with_is_no_failure_of_its_node(cluster: Cluster, tmp_path: Path) -> None:
+    first, second, _ = cluster
+    job = start_with_an_agent_that_stops(cluster, tmp_path)
+    stopped = wait_until(lambda: [p for p in first.processes() if p.status() == psutil.STATUS_STOPPED], DEADLINE_S)
+    for process in stopped:
+        process.kill()
+    job.wait_world_size(first, 2)
+    job.finish(first, second)
+    job.assert_exact(tmp_path)
+    ends = [line for line in read_json_lines(job.output(second)) if line.get("event") == "incarnation_ended"]
+    assert [end["cause"] for end in ends] == []  # shown where this node is to blame

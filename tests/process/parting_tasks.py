@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from elastictrain.checkpoint import faults
@@ -76,8 +77,8 @@ class Embedded(nn.Module):
 
 
 class Grieved(Resumable):
-    """`Resumable`, with places "item", "loss", "backward" and "update"; with two ranks, a microbatch each, the n-th
-    call of "loss" is in the n-th step of the life.
+    """`Resumable`, with places "item", "loss", "backward", "reduced" and "update"; with two ranks, a microbatch each,
+    the n-th call of "loss" is in the n-th step of the life.
 
     Args:
         grief: see `Calls`.
@@ -117,5 +118,12 @@ class Grieved(Resumable):
         loss = super().loss(model, batch)
         time.sleep(self.pause_s)
         self.calls.at("loss")
-        loss.register_hook(lambda _gradient: self.calls.at("backward"))
+        loss.register_hook(self._in_backward)
         return loss
+
+    def _in_backward(self, _gradient: Tensor) -> None:
+        self.calls.at("backward")
+        # When the pass is over its callbacks run, in order: this one, then that of DistributedDataParallel, which waits
+        # for the reduction, then what this one queues.
+        queue = Variable._execution_engine.queue_callback
+        queue(lambda: queue(lambda: self.calls.at("reduced")))

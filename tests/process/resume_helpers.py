@@ -116,3 +116,15 @@ def samples(run: Trained, rank: int = 0) -> list[int]:
 def nothing_left(folder: Path) -> bool:
     """The memory tier holds nothing at all."""
     return list((folder / "shm").iterdir()) == []
+
+
+def as_of_version(manifest: Path, version: int) -> None:
+    """Makes a snapshot one of another version of the format, sealed as its own program would have."""
+    import json
+
+    from elastictrain.checkpoint.format import digest
+
+    fields = {**json.loads(manifest.read_text()), "version": version}
+    del fields["checksum"]
+    fields["checksum"] = digest(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
+    manifest.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")

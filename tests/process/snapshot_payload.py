@@ -12,9 +12,10 @@ from elastictrain.checkpoint.catalog import SnapshotReader, first_sound, newest_
 from elastictrain.checkpoint.format import TensorSpec, layout
 from elastictrain.checkpoint.local_store import LocalStore
 from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
-from elastictrain.checkpoint.memory_tier import Declined, MemoryTier, SlotWriter
+from elastictrain.checkpoint.memory_tier import Declined, MemoryTier
 from elastictrain.checkpoint.persist_loop import PersisterSettings
 from elastictrain.checkpoint.persister_client import Persister
+from elastictrain.checkpoint.slot_writer import SlotWriter
 from elastictrain.checkpoint.store import open_store
 
 RUN_ID = "0badcafe"

@@ -54,7 +54,10 @@ def test_version() -> None:
         (["config", "check", "digits", "--set", "train.max_step=3"], 78, "did you mean max_steps?"),
         (["run", "digits", "--set", "elastic.nproc_per_node=0"], 78, "elastic.nproc_per_node"),
         (["run", "digits", "--state-dir", "/proc/nowhere"], 73, "cannot be made"),
-        (["train"], 2, "No such command"),
+        (["train"], 64, "No such command"),
+        (["run", "--nope"], 64, "No such option"),
+        (["run", "--output", "nope", "x"], 64, "is not one of"),
+        (["run"], 64, "Missing argument"),
     ],
 )
 def test_a_command_that_is_wrong(args: list[str], code: int, says: str) -> None:

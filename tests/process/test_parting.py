@@ -136,6 +136,24 @@ def test_lines_that_a_killed_rank_had_not_got_to_are_written_by_another(tmp_path
     assert not any("partial" in line for line in run.metrics())
 
 
+@pytest.mark.parametrize("behind", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_of_two_ranks_that_are_a_step_apart_the_one_ahead_counts(tmp_path: Path, behind: int) -> None:
+    """One fails with the third reduction in its hands; the other commits it, and fails in the fourth. Both live, and
+    keep what they have, the one that is behind first."""
+    options: dict[str, Any] = {"train_section": {"max_steps": 6}}
+    whole = live(tmp_path / "whole", **options)
+    cut = tmp_path / "cut"
+    run = grieve(cut, "reduced", "raise", [behind], 3, **options)
+    ahead = 1 - behind
+    assert {report.rank: (report.step, report.kept_step) for report in run.errors} == {behind: (2, 2), ahead: (3, 3)}
+    kept = [run.events("snapshot_at_failure", rank=rank)[0] for rank in (behind, ahead)]
+    assert [(event["at_step"], event["is_ours"]) for event in kept] == [(2, True), (3, True)]
+    assert [snapshot.global_step for snapshot in memory_of(cut).snapshots()] == [3, 2]
+    run = live(cut, **options)
+    assert began_at(run) == 3
+    assert_same_future(run, cut, whole, tmp_path / "whole")
+
+
 def test_all_ranks_at_once(tmp_path: Path) -> None:
     """Nobody is left to keep anything: the last regular snapshot counts."""
     run = grieve(tmp_path, "loss", "kill", [0, 1], 7, checkpoint={"every_steps": 2})

@@ -17,6 +17,7 @@ import pytest
 
 from elastictrain.checkpoint.catalog import newest_first, open_candidate
 from elastictrain.checkpoint.faults import ENV_FAULT
+from elastictrain.checkpoint.fence import Fence
 from elastictrain.checkpoint.format import snapshot_name
 from elastictrain.checkpoint.persist_loop import PersisterSettings, Report
 from elastictrain.checkpoint.persister_client import Persister
@@ -130,6 +131,34 @@ def test_a_stalled_store_is_given_up_and_tried_afresh(tier, tmp_path, make_persi
     assert "moved nothing" in persister.status.last_error
     assert [r.kind for r in reports if r.kind in ("stalled", "restarting")][:4] == ["stalled", "restarting"] * 2
     assert durable_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "fault", ["ls:1", "info:1", "write:1", "close:1", "info:2", "read:1", "put:1", "get:1", "delete:1"]
+)
+def test_a_stall_of_each_call_costs_one_process_and_no_snapshot(tier, tmp_path, make_persister, fault):
+    """A call that never returns, at each place of storing and tidying; the next process has luck."""
+    stalled = tmp_path / "stalled"
+    options = {"target": "file", "faults": {fault: "stall"}, "once": str(stalled)}
+    reports: list[Report] = []
+    persister = make_persister(
+        on_report=reports.append,
+        url=f"faulty:/{tmp_path}/snapshots",
+        storage_options=options,
+        keep_last=1,
+        storage_timeout_s=2.0,
+    )
+    for step in (1, 2):
+        persister.submit(write(tier, step))
+        assert persister.wait(step, DEADLINE_S), persister.status
+    until(lambda: persister.status.num_restarts == 1)
+    persister.submit(write(tier, 3))
+    assert persister.wait(3, DEADLINE_S), persister.status
+    persister.close(finish=True)
+    assert stalled.exists()
+    assert [r.kind for r in reports if r.kind in ("stalled", "restarting")] == ["stalled", "restarting"]
+    assert durable_steps(tmp_path) == [3]
+    assert [path.name for path in store_of(tmp_path).path.iterdir()] == [snapshot_name(3, RUN_ID)]
 
 
 @pytest.mark.parametrize("fault", ["write:1", "close:2", "put:1", "read:1", "get:1", "info:1", "info:4", "ls:1"])
@@ -253,3 +282,41 @@ def test_what_was_asked_is_finished_after_the_worker_is_gone(tier, tmp_path):
     process.stdin.close()
     assert process.wait(DEADLINE_S) == 0
     assert durable_steps(tmp_path) == [1]
+
+
+# ---- worker groups on several nodes
+
+
+def fence_of(number: int) -> dict[str, object]:
+    return {"run_id": RUN_ID, "incarnation": number, "attempt": f"job-{number}-abc"}
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_a_worker_group_says_that_it_has_begun_before_it_has_anything_to_write(tmp_path, make_persister, in_process):
+    persister = make_persister(fence=fence_of(3), in_process=in_process)
+    persister.begin()
+    until(lambda: store_of(tmp_path).read_fence(RUN_ID) == Fence(RUN_ID, 3, "job-3-abc"))
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_the_persister_of_a_node_that_was_cut_off_commits_and_deletes_nothing(
+    tier, tmp_path, make_persister, in_process
+):
+    reports: list[Report] = []
+    zombie = make_persister(fence=fence_of(3), in_process=in_process, keep_last=1, on_report=reports.append)
+    zombie.submit(write(tier, 1))
+    assert zombie.wait(1, DEADLINE_S)
+    newer = make_persister(fence=fence_of(4), in_process=in_process, keep_last=5)
+    newer.begin()
+    until(lambda: store_of(tmp_path).read_fence(RUN_ID).incarnation == 4)
+    zombie.submit(write(tier, 2))
+    until(lambda: zombie.has_failed(2))
+    assert not zombie.wait(2, 0.0)
+    [refused] = [report for report in reports if report.kind == "fenced"]
+    assert refused.global_step == 2
+    assert refused.fields["refused_attempt"] == "job-3-abc"
+    assert "job-4-abc has begun since" in refused.fields["error"]
+    assert durable_steps(tmp_path) == [1]
+    newer.submit(write(tier, 3))
+    assert newer.wait(3, DEADLINE_S)
+    assert durable_steps(tmp_path) == [3, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 
 from elastictrain.checkpoint.faults import ENV_FAULT
 from elastictrain.checkpoint.format import TRAINER_FILE, read_layout
-from elastictrain.checkpoint.memory_tier import MemoryTier, SlotWriter
+from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
+from elastictrain.checkpoint.memory_tier import MemoryTier
+from elastictrain.checkpoint.slot_writer import SlotWriter
 from elastictrain.checkpoint.store import Store, open_store
 from elastictrain.cli.lineage import find_source
 from elastictrain.cli.state_dir import StartOptions
@@ -20,6 +23,7 @@ from elastictrain.errors import MissingInputError, SnapshotDamagedError, Snapsho
 from elastictrain.protocol import IDENTITY_FILE, JobIdentity
 from tests.process.helpers import Trained, train
 from tests.process.resume_helpers import go, kept, memory_of, nothing_left, samples, steps_in, store_of
+from tests.process.snapshot_payload import tier_of, write
 
 SGD = {"optimizer": "sgd", "model": "linear"}
 
@@ -380,6 +384,24 @@ def test_a_source_that_is_not_there(tmp_path: Path) -> None:
     run = go(tmp_path / "child", expect_success=False)
     assert run.codes == [65]
     assert "the snapshot of step 2 to begin with is not in" in run.errors[0].what
+
+
+def test_what_is_said_of_a_source_has_no_credentials_of_its_url(tmp_path: Path) -> None:
+    """Neither where it has no such snapshot, nor where it has lost it by the start."""
+    url = "memory://me:hunter2-secret@host/store"
+    with pytest.raises(MissingInputError, match=r"--from memory://\*\*\*@host/store@7: there are no snapshots") as none:
+        find_source(f"{url}@7", {})
+    (tmp_path / "shm").mkdir()
+    with closing(tier_of(tmp_path)) as tier:
+        snapshot = write(tier, 2)
+        with OpenSnapshot(snapshot.path, snapshot.name) as opened:
+            open_store(url).put(opened)
+    with pytest.raises(MissingInputError, match="there is no snapshot of step 7") as other:
+        find_source(f"{url}@7", {})
+    source = find_source(url, {})
+    run = go(tmp_path / "child", options=StartOptions(source=source), expect_success=False)
+    assert "is not in memory://***@host/store any more" in run.errors[0].what, "it was in this process's memory"
+    assert "hunter2-secret" not in f"{none.value} {other.value} {run.output} {run.errors}"
 
 
 def test_a_parents_store_that_is_gone_at_the_end_fails_nobody(tmp_path: Path) -> None:

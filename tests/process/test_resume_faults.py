@@ -21,6 +21,7 @@ from elastictrain.cli.state_dir import StartOptions
 from tests.process.helpers import Trained, wait_until
 from tests.process.resume_helpers import (
     KILLED,
+    as_of_version,
     assert_same_future,
     assert_same_trace,
     go,
@@ -294,6 +295,48 @@ def test_if_all_are_damaged_it_is_an_error_and_never_a_fresh_start(tmp_path: Pat
     fresh = go(tmp_path, overrides=["train.max_steps=1"], options=StartOptions(fresh=True))
     assert fresh.events("restored") == []
     assert fresh.counters["global_step"] == 1
+
+
+def test_what_has_no_manifest_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
+    """Robbed of it here; one that an object store's writer did not get to complete looks the same."""
+    for num_steps in (3, 5):
+        go(tmp_path, overrides=[f"train.max_steps={num_steps}"])
+    store = store_of(tmp_path)
+    newest, before = (snapshot.global_step for snapshot in store.snapshots())
+    folder = tmp_path / "state" / "snapshots" / store.snapshots()[0].name
+    (folder / "manifest.json").unlink()
+    run = go(tmp_path)
+    (said,) = run.events("snapshot_incomplete")
+    assert (said["where"], said["reason"]) == (str(folder), "manifest.json: is missing")
+    assert [event["global_step"] for event in run.events("restored")] == [before]
+    assert newest > before
+    assert go(tmp_path).events("snapshot_incomplete") == [], "its writer's successor has cleaned it up"
+
+
+@pytest.mark.parametrize("tier", ["memory", "durable"])
+def test_a_newer_format_is_refused_by_name_and_nothing_is_done_again(
+    tmp_path: Path, undisturbed: tuple[Trained, Path], tier: str
+) -> None:
+    """It is not damaged: an older program must not go back behind what a newer one has done."""
+    if tier == "memory":
+        go(tmp_path, environment=FIFTH, expect_success=False)
+        wait_for_persister(tmp_path)
+        newest = memory_of(tmp_path).snapshots()[0].path
+    else:
+        for num_steps in (3, 5):
+            go(tmp_path, overrides=[f"train.max_steps={num_steps}"])
+        newest = tmp_path / "state" / "snapshots" / store_of(tmp_path).snapshots()[0].name
+    as_of_version(newest / "manifest.json", 7)
+    run = go(tmp_path, expect_success=False)
+    assert run.codes == [65], run.output
+    assert f"{newest}/manifest.json: snapshot format version 7" in run.errors[0].what
+    assert "--allow rewind" in run.errors[0].hint
+    assert run.events("restored") == []
+    assert (newest / "manifest.json").exists()
+    run = go(tmp_path, options=StartOptions(allowed_differences=("rewind",)))
+    assert [event["where"] for event in run.events("snapshot_passed_over")][:1] == [str(newest)]
+    assert run.events("restored") != []
+    assert_same_trace(run, undisturbed[0])
 
 
 def test_only_the_memory_tier_was_there_and_its_manifests_are_damaged(tmp_path: Path) -> None:

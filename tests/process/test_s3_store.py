@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,8 @@ from elastictrain.checkpoint.persist_loop import PersisterSettings, Report
 from elastictrain.checkpoint.persister_client import Persister
 from elastictrain.checkpoint.store import open_store
 from elastictrain.errors import StorageError
+from tests.process.helpers import read_metrics, wait_until
+from tests.process.resume_helpers import assert_same_trace, go, kept, nothing_left
 from tests.process.snapshot_payload import assert_holds, layouts, tier_of, write
 
 pytest.importorskip("s3fs")
@@ -140,3 +144,40 @@ def test_an_outage_costs_nothing_but_time(s3, url, tier, tmp_path):
 @pytest.mark.long
 def test_an_outage_of_twenty_seconds(s3, url, tier, tmp_path):
     outage(s3, url, tier, tmp_path, 20.0)
+
+
+def train_through(s3: S3, url: str, folder: Path, seconds: float) -> None:
+    """Two starts of a job with nothing but S3 between them, and an outage in the second."""
+    whole = go(folder / "whole")
+    checkpoint = {"url": url, "storage_options": s3.options}
+    go(folder / "cut", checkpoint=checkpoint, overrides=["train.max_steps=4"])
+    assert nothing_left(folder / "cut")
+
+    def outage(ranks: list[Any]) -> None:
+        wait_until(lambda: len(read_metrics(folder / "cut" / "state")) > 4)
+        s3.stop()
+        try:
+            time.sleep(seconds)  # not to wait for anything: that is how long it is away
+            assert ranks[0].exitcode is None, "it ended without its store"
+        finally:
+            s3.start()
+
+    run = go(folder / "cut", checkpoint=checkpoint, while_running=outage)
+    (restored,) = run.events("restored")
+    assert (restored["from_tier"], restored["global_step"]) == ("durable", 4)
+    assert run.events("persister_retrying"), "it was away while it was wanted"
+    assert run.outcome is not None
+    assert run.outcome["summary"]["snapshot"]["durable"] is True
+    assert_same_trace(run, whole)
+    assert kept(folder / "cut", open_store(url, s3.options)) == kept(folder / "whole")
+    assert nothing_left(folder / "cut")
+    assert SECRET not in "".join(run.output)
+
+
+def test_a_run_that_goes_on_from_s3_and_bears_an_outage_is_the_uninterrupted_one(s3, url, tmp_path):
+    train_through(s3, url, tmp_path, 2.0)
+
+
+@pytest.mark.long
+def test_a_run_bears_an_outage_of_twenty_seconds(s3, url, tmp_path):
+    train_through(s3, url, tmp_path, 20.0)

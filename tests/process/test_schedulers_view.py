@@ -29,7 +29,7 @@ def test_probes(tmp_path: Path) -> None:
     assert gone.code == 69, "its journal, which says drained, is no sign of life"
     assert run_cli("probe", "live", "--state-dir", tmp_path / "none").code == 66
     wrong = run_cli("probe", "healthy", *state)
-    assert wrong.code == 2
+    assert wrong.code == 64
     assert "'live', 'ready'" in wrong.stderr
 
 

@@ -71,4 +71,48 @@ def test_a_store_that_fails_shows_in_status_events_and_metrics(tmp_path: Path) -
     events = JournalReader(state / JOURNAL_FILE).read(kinds=["persister_retrying"])
     assert events
     assert str(store) in events[0].fields["error"]
-    assert events[0].fields["num_failures"] == 1
+    assert events[0].fields["tries"] == 1
+
+
+def test_credentials_of_a_store_are_in_nothing_that_a_job_says_or_shows(tmp_path: Path) -> None:
+    """Whether they are in its options or in its URL, and though its client says them in an error."""
+    state = tmp_path / "state"
+    url, option = "hunter2-of-url", "hunter2-of-options"
+    path = write_job(
+        tmp_path,
+        "tests.process.faulty:Task",
+        params={"marks": str(tmp_path)},
+        train={"max_steps": 3, "global_batch_size": GLOBAL_BATCH, "micro_batch_size": 4},
+        checkpoint={
+            "url": f"faulty://me:{url}@host/store",
+            "storage_options": {"secret": option, "faults": {"write:1": "fail", "put:1": "fail"}},
+        },
+    )
+    ran = run_cli("run", path, "--state-dir", state, "--output", "json")
+    assert ran.code == 0, ran.stdout
+    assert len(ran.events_named("persister_retrying")) == 2
+    said = [ran]
+    for command in (
+        ["status", "--state-dir", state],
+        ["status", "--state-dir", state, "--json"],
+        ["events", "--state-dir", state],
+        ["events", "--state-dir", state, "--json"],
+        ["checkpoints", "list", "--state-dir", state],
+        ["checkpoints", "show", "--state-dir", state],
+        ["config", "show", path],
+    ):
+        said.append(run_cli(*command))
+        assert said[-1].code in (0, 5, 66), (
+            command,
+            said[-1],
+        )  # completed; to another process this store is an empty one
+    assert "faulty://***@host/store" in said[-1].stdout
+    with_secret = {
+        file.name
+        for file in tmp_path.rglob("*")
+        if file.is_file() and any(secret.encode() in file.read_bytes() for secret in (url, option))
+    }
+    assert with_secret == {"job.toml", "spec.json"}
+    for finished in said:
+        assert url not in finished.stdout + finished.stderr
+        assert option not in finished.stdout + finished.stderr

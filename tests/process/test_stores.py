@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import subprocess
@@ -12,12 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from elastictrain.checkpoint import faults
 from elastictrain.checkpoint.catalog import first_sound, newest_first, open_candidate
+from elastictrain.checkpoint.fence import Fence
 from elastictrain.checkpoint.format import snapshot_name
+from elastictrain.checkpoint.local_store import LocalStore
 from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
 from elastictrain.checkpoint.store import open_store
-from elastictrain.errors import ConfigError, MissingInputError, SnapshotDamagedError, StorageError
+from elastictrain.cli.state_dir import StartOptions, StateDir
+from elastictrain.config.schema import JobConfig
+from elastictrain.errors import ConfigError, FencedError, MissingInputError, SnapshotDamagedError, StorageError
 from elastictrain.procs import Identity
+from elastictrain.protocol import JobIdentity
 from elastictrain.testing import faulty_fs
 from tests.process.snapshot_payload import RUN_ID, assert_holds, layouts, store_of, tier_of, write
 
@@ -210,6 +217,39 @@ def test_damage_anywhere_is_named_and_the_previous_one_is_used(tier, tmp_path, f
             break
 
 
+def test_a_commit_is_on_the_disk_before_it_shows_and_stays_there(tier, tmp_path, monkeypatch):
+    """What is there when the power goes: every file and its folder before the rename, the folder above after it."""
+    store, done = open_store(tmp_path / "new" / "snapshots"), []
+    fsync, rename = os.fsync, Path.rename
+
+    def place(path: Path) -> str:
+        relative = path.relative_to(tmp_path)
+        return str(relative.with_name("tmp") if path.name.startswith(".tmp-") else relative)
+
+    def note_fsync(fd: int) -> None:
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        done.append(("fsync", path.name if path.is_file() else place(path)))
+        fsync(fd)
+
+    def note_rename(path: Path, target: Path) -> Path:
+        done.append(("rename", place(target)))
+        return rename(path, target)
+
+    snapshot = write(tier, 1)
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    with OpenSnapshot(snapshot.path, snapshot.name) as source:
+        store.put(source)
+    assert done[:2] == [("fsync", "."), ("fsync", "new")], "the folders that were made"
+    assert sorted(done[2:5]) == [("fsync", name) for name in sorted(FILES) if name != "manifest.json"]
+    assert done[5:] == [
+        ("fsync", "manifest.json"),
+        ("fsync", "new/snapshots/tmp"),
+        ("rename", f"new/snapshots/{snapshot.name}"),
+        ("fsync", "new/snapshots"),
+    ]
+
+
 def test_a_damaged_one_is_replaced_and_a_sound_one_left(tier, tmp_path):
     store = store_of(tmp_path)
     snapshot = write(tier, 3)
@@ -266,7 +306,7 @@ def test_leftovers_of_dead_writers_go_and_those_of_living_ones_stay(tier, tmp_pa
         (store.path / folder / "model.safetensors").write_text("x")
         os.utime(store.path / folder, (time.time() + jump_s,) * 2)
     assert store.leftovers() == sorted(gone)
-    assert len(list(store.path.iterdir())) == 6, "only asked"
+    assert {path.name for path in store.path.iterdir()} == {name, living, elsewhere, *gone}, "only asked"
     assert store.clean_leftovers() == sorted(gone)
     assert sorted(p.name for p in store.path.iterdir()) == sorted([living, elsewhere, name])
 
@@ -358,3 +398,119 @@ def test_the_whole_store_can_be_moved(tier, tmp_path):
     shutil.move(store.path, tmp_path / "moved")
     assert check(open_store(tmp_path / "moved"), tmp_path) == [1]
     assert sum(layout.size_bytes for layout in layouts().values()) > 0
+
+
+# ---- worker groups that follow one another on several nodes
+
+
+def fence(number: int, run_id: str = RUN_ID) -> Fence:
+    return Fence(run_id, number, f"job-{number}-abc")
+
+
+def twin(store):
+    """The same place, as another node has it."""
+    if isinstance(store, LocalStore):
+        return LocalStore(store.path)
+    other = copy.copy(store)
+    other.fence = None
+    return other
+
+
+def test_a_newer_worker_group_takes_over_and_the_older_one_writes_nothing_more(store, tier, tmp_path):
+    old, new = store, twin(store)
+    old.claim(fence(4))
+    put(old, tier, 1)
+    new.claim(fence(7))
+    assert old.read_fence(RUN_ID) == fence(7)
+    with pytest.raises(FencedError, match="job-4-abc may write nothing more: job-7-abc has begun since"):
+        put(old, tier, 2)
+    name = put(new, tier, 3)
+    for forbidden in (lambda: old.delete(name), lambda: old.delete_unless_pinned(name), lambda: put(old, tier, 3)):
+        with pytest.raises(FencedError):
+            forbidden()
+    with pytest.raises(FencedError):
+        old.claim(fence(4))
+    assert check(new, tmp_path) == [3, 1]
+    assert not new.pins()
+    new.pin(RUN_ID, 3, "somebody")  # no mark of a deletion is left
+
+
+def test_a_fence_is_for_one_run_and_for_those_that_claim(store, tier, tmp_path):
+    store.claim(fence(9, "0000ffff"))
+    other = twin(store)
+    other.claim(fence(1))
+    put(other, tier, 1)
+    put(twin(store), tier, 2)  # a job on one node asks nobody
+    assert check(store, tmp_path) == [2, 1]
+
+
+def test_a_fence_that_is_no_fence_or_an_older_one_is_written_again(store, tier):
+    store.claim(fence(5))
+    for left in (b"", b"{}", b"[1]", fence(3).encode()):
+        twin(store)._write_fence(Mangled(left))
+        put(store, tier, 1)
+        assert store.read_fence(RUN_ID) == fence(5)
+
+
+class Mangled:
+    """Somebody's idea of a fence."""
+
+    file = fence(0).file
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def encode(self) -> bytes:
+        return self._content
+
+
+@pytest.mark.parametrize("point", ["store.files", "store.copied"])
+def test_a_worker_group_that_begins_while_an_older_one_writes_keeps_it_from_committing(
+    store, tier, tmp_path, monkeypatch, point
+):
+    """Right before the commit it is looked once more."""
+    old, new = store, twin(store)
+    old.claim(fence(4))
+    monkeypatch.setattr(faults, "point", lambda name: new.claim(fence(5)) if name == point else None)
+    with pytest.raises(FencedError):
+        put(old, tier, 1)
+    monkeypatch.undo()
+    assert check(new, tmp_path) == []
+    put(new, tier, 1)
+    assert check(new, tmp_path) == [1]
+
+
+def test_in_a_folder_nobody_begins_between_the_last_look_and_the_commit(tier, tmp_path):
+    old = LocalStore(tmp_path / "snapshots")
+    old.claim(fence(4))
+    began = threading.Event()
+    claiming = threading.Thread(target=lambda: (LocalStore(old.path).claim(fence(5)), began.set()))
+    with old._allowed():
+        claiming.start()
+        assert not began.wait(0.2)
+        assert old.read_fence(RUN_ID) == fence(4)
+    claiming.join()
+    assert old.read_fence(RUN_ID) == fence(5)
+
+
+def test_a_node_with_a_new_state_directory_numbers_on_from_what_has_begun_elsewhere(tmp_path):
+    store = LocalStore(tmp_path / "snapshots")
+    store.claim(fence(7))
+    config = JobConfig.model_validate(
+        {
+            "name": "job",
+            "task": "elastictrain.examples.lm:Task",
+            "train": {"max_steps": 1, "micro_batch_size": 1},
+            "checkpoint": {"url": str(store.path)},
+        }
+    )
+    state = StateDir(tmp_path / "state")
+    assert state.last_number == 0
+    JobIdentity(run_id=RUN_ID, global_batch_size=None, source=None).write(state.path)
+    assert state.lineage(config, StartOptions()).run_id == RUN_ID
+    assert state.last_number == 7
+    store.path.rename(tmp_path / "away")
+    store.path.write_text("what cannot be a store")
+    again = StateDir(tmp_path / "state")
+    assert again.lineage(config, StartOptions()).run_id == RUN_ID
+    assert again.last_number == 0, "a store that cannot be read keeps nobody from starting"

@@ -23,8 +23,9 @@ import pytest
 from elastictrain.cli.state_dir import StateDir
 from elastictrain.config import LoadedJob, load_job
 from elastictrain.core.lifecycle import State
+from elastictrain.core.phases import Phase
 from elastictrain.errors import BusyError, IllegalTransitionError
-from elastictrain.heartbeat import heartbeat_paths, read_heartbeat
+from elastictrain.heartbeat import heartbeat_path, heartbeat_paths, read_heartbeat
 from elastictrain.protocol import ENV_RUN_DIR, JOURNAL_FILE, read_error_reports
 from elastictrain.supervisor.incarnation import Incarnation
 from elastictrain.supervisor.journal_reader import JournalReader
@@ -175,6 +176,23 @@ def test_each_alone(tmp_path: Path, undisturbed: str, fault: Fault, says: str) -
     ran = run_faulty(tmp_path, [fault])
     check_recovered(ran, undisturbed, 1)
     assert says in ran.causes[0]
+
+
+def test_what_nobody_could_keep_is_said(tmp_path: Path) -> None:
+    """All ranks die at once, for there is one: the last regular snapshot counts, and status says what that has cost."""
+    ran = run_faulty(
+        tmp_path,
+        [("loss", "kill", 0, 7)],
+        params={"pause_s": 0.05},  # the snapshot of step 4 is complete by then
+        elastic={"nproc_per_node": 1},
+        checkpoint={"every_steps": 4},
+    )
+    assert ran.finished.code == 0, ran.finished.stderr
+    (restart,) = json.loads(run_cli("status", "--state-dir", ran.state, "--json").stdout)["restarts"]
+    told = [restart[key] for key in ("kept_step", "global_step", "resumed_step", "steps_lost")]
+    assert told == [None, 7, 4, 3]
+    shown = " ".join(run_cli("status", "--state-dir", ran.state).stdout.split())
+    assert "7 → 4 3 steps (the last regular snapshot counts)" in shown
 
 
 @pytest.mark.long
@@ -370,6 +388,46 @@ def test_nothing_outlives(tmp_path: Path, victim: str) -> None:
             wait_until(lambda: len(ours(state)) == 6 and not {agent, *group} & set(ours(state)))
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
+        wait_until(lambda: not ours(state), 10.0)
+
+
+@pytest.mark.parametrize(
+    ("victim", "kind"),
+    [
+        ("supervisor", "lock"),
+        pytest.param("supervisor", "stop", marks=pytest.mark.long),
+        pytest.param("agent", "lock", marks=pytest.mark.long),
+        pytest.param("agent", "stop", marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_that_cannot_hear_of_it_is_gone_as_well(tmp_path: Path, victim: str, kind: str) -> None:
+    """It is stopped, or holds the interpreter lock: it is ended, and the one that waits for it keeps the state."""
+    state = tmp_path / "state"
+    path = write_faulty(
+        tmp_path,
+        [("loss", kind, 1, 5)],
+        checkpoint={"every_steps": 1000},
+        supervisor={"min_step_timeout_s": 60.0, "teardown_timeout_s": 30.0},
+    )
+    first = state / "runs" / "0001"
+
+    def waits() -> bool:
+        beat = read_heartbeat(heartbeat_path(first, 0))
+        return beat is not None and beat.phase is Phase.REDUCE and beat.step == 5
+
+    with start_cli("run", path, "--state-dir", state, "--output", "json") as process:
+        wait_until(lambda: (tmp_path / f"struck-0-{kind}").exists() and waits())
+        family = ours(state)
+        (launcher,) = [p for p in family if "elastictrain.training.launcher" in p.cmdline()]
+        (agent,) = [p for p in family if "elastictrain.training.agent" in p.cmdline()]
+        group = [p for p in family if p not in (launcher, agent)]
+        assert len(group) == 2
+        {"supervisor": process, "agent": agent}[victim].kill()
+        wait_until(lambda: all_gone([*group, agent]), 10.0)
+        assert {report.kept_step for report in read_error_reports(first)} == {5}
+        if victim == "agent":
+            assert process.wait(RUN_DEADLINE_S) == 0
+            assert {event["global_step"] for event in events(state, "restored")} == {5}
         wait_until(lambda: not ours(state), 10.0)
 
 

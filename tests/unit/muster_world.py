@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 from elastictrain.core.membership import Bounds, Lineage, Plan, Standing
 from elastictrain.core.status import RankView
 from elastictrain.kv.client import EtcdClient, EtcdLeaseGoneError, EtcdUnavailableError, Stored
+from elastictrain.supervisor.links import ATTEMPT_S, Links
 from elastictrain.supervisor.muster import STOPPING_S, Muster, Self, decode_plan
 from elastictrain.supervisor.team import Assignment
 
@@ -187,6 +188,37 @@ class _Listener:
     def close(self) -> None: ...
 
 
+class PlayedLinks(Links):
+    """Attempts to connect, over the played network."""
+
+    world: World
+    _ports = itertools.count(30_000)
+
+    def __init__(self, address: str, on_finding: Callable[[], None]) -> None:
+        super().__init__(address, on_finding)
+        self._port = next(self._ports)
+
+    @property
+    def port(self) -> int:
+        return self._port
+
+    async def open(self) -> None: ...
+
+    def look_after(self, places: Mapping[str, tuple[str, int]], *, all_again: bool) -> None:
+        ways = {node: (f"{self._address} {address}", port) for node, (address, port) in places.items()}
+        super().look_after(ways, all_again=all_again)
+
+    @classmethod
+    async def is_reached(cls, way: str, _port: int) -> bool:
+        """In place of a real attempt."""
+        one, other = way.split()
+        await asyncio.sleep(LATENCY_S)
+        if cls.world.are_linked(one, other) and other in cls.world.nodes:
+            return True
+        await asyncio.sleep(ATTEMPT_S)
+        return False
+
+
 def fake_listen(address: str) -> Any:
     """In place of a socket: there is nothing to connect to."""
     return _Listener(address)
@@ -228,7 +260,7 @@ class Node:
         self.events: list[tuple[str, dict[str, Any]]] = []
         loop = asyncio.get_running_loop()
         self.muster = Muster(
-            Self("job", name, name, f"10.0.0.{name}", 1, {"torch": "2"}),
+            Self("job", name, name, name, 1, {"torch": "2"}),
             cast("EtcdClient", _Client(world, self)),
             world.bounds,
             node_timeout_s=NODE_TIMEOUT_S,
@@ -316,6 +348,9 @@ class Node:
     def rank_views(self) -> Sequence[RankView]:
         return ()
 
+    def news(self) -> dict[str, dict[str, Any]]:
+        return {}
+
 
 class World:
     """All of it. What must never be is checked at every moment.
@@ -339,11 +374,13 @@ class World:
         self.cuts: set[frozenset[str]] = set()
         self.disks: dict[str, Disk] = {name: Disk() for name in names}
         self.nodes: dict[str, Node] = {}
+        self.dead: list[Node] = []
         self.plans: dict[int, str] = {}
         self.num_steps = 0
         self.last_number = 0
         self.log: list[str] = []
         self.wrong: list[str] = []
+        PlayedLinks.world = self
         self._ticking = asyncio.create_task(self._tick())
 
     @property
@@ -394,6 +431,7 @@ class World:
         if node is not None:
             node.is_dead = True
             node.task.cancel()
+            self.dead.append(node)
 
     async def until(self, condition: Callable[[], bool], limit_s: float = 120.0) -> None:
         """Waits; all of it in played time, so that how busy this machine is changes nothing."""

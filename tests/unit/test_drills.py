@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from elastictrain.armed import ArmedFault, DrillDir
 from elastictrain.config import load_job
 from elastictrain.core.drill_verdict import Seen, SeenLive, live_objections, objections
-from elastictrain.core.faults import BY_NAME, TABLE, Action, Expect, Outside, Who, allowed_steps_lost, select
+from elastictrain.core.fault_table import BY_NAME, TABLE, select
+from elastictrain.core.faults import Action, Expect, Outside, Who, allowed_steps_lost
 from elastictrain.core.phases import Phase
 from elastictrain.core.soak import parse_duration_s, schedule, soakable
 from elastictrain.drill.compare import FinalState, first_difference
@@ -73,6 +74,8 @@ def test_a_fault_is_explained_and_consistent(fault):
 def test_selects_by_name_in_the_order_given():
     assert [fault.name for fault in select(["preempt", "kill-rank", "preempt"])] == ["preempt", "kill-rank"]
     assert [fault.name for fault in select(["all"])] == NAMES
+    assert [fault.name for fault in select(["clock-jump", "clock-back"])] == ["clock-back", "clock-forward"]
+    assert select([*NAMES, "all"]) == select(["all"]), "each once"
     with pytest.raises(UsageError, match="did you mean kill-rank"):
         select(["kil-rank"])
 
@@ -328,7 +331,7 @@ def test_a_torn_last_line_of_a_trace_is_left_out(tmp_path):
 
 
 def a_row(fault, verdict):
-    return Row(fault, "", None, None, None, None, None, None, "", verdict, "")
+    return Row(fault=fault, verdict=verdict, why="")
 
 
 ROWS = [a_row("kill-rank", "holds"), a_row("oom-kill", "refused"), a_row("preempt", "fails")]

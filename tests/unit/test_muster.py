@@ -7,14 +7,16 @@ import random
 
 import pytest
 
-from elastictrain.supervisor import muster
-from tests.unit.muster_world import STORE, STORE_TIMEOUT_S, World, fake_listen, play
+from elastictrain.supervisor import links, muster
+from tests.unit.muster_world import STORE, STORE_TIMEOUT_S, PlayedLinks, World, fake_listen, play
 
 NUM_SCHEDULES = 60
 
 
 @pytest.fixture(autouse=True)
 def _no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muster, "Links", PlayedLinks)
+    monkeypatch.setattr(links, "_is_reached", PlayedLinks.is_reached)
     monkeypatch.setattr(muster, "_listen", fake_listen)
 
 
@@ -48,6 +50,18 @@ def test_the_side_that_reaches_the_store_goes_on_and_the_other_stops() -> None:
         world.cut_off("a", "b")
         await world.train_together("c", limit_s=10.0)
         await world.until(lambda: world.nodes["a"].life is None and world.nodes["b"].life is None, 20.0)
+        world.heal()
+        await world.train_together("a", "b", "c")
+
+    play("abc", it)
+
+
+def test_of_nodes_that_reach_the_store_and_not_each_other_some_go_on() -> None:
+    async def it(world: World) -> None:
+        world.boot("a", "b", "c")
+        await world.train_together("a", "b", "c")
+        world.cut("a", "b")
+        await world.train_together("a", "c", limit_s=20.0)
         world.heal()
         await world.train_together("a", "b", "c")
 

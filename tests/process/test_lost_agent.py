@@ -1,0 +1,69 @@
+"""An agent that ends by itself, before it has ranks: whose failure that is depends on the other nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastictrain.config.schema import JobConfig
+from elastictrain.core.lifecycle import State
+from elastictrain.protocol import BOARD_FILE, RUNS_DIR, Group, StopBoard
+from elastictrain.supervisor.incarnation import Incarnation
+from elastictrain.supervisor.supervisor import Supervisor
+from elastictrain.supervisor.team import Alone, Assignment
+from tests.process.test_supervisor import Kept
+
+CONFIG = JobConfig.model_validate(
+    {
+        "name": "played",
+        "task": "played:Task",
+        "train": {"max_steps": 5, "global_batch_size": 4, "micro_batch_size": 2},
+        "elastic": {"nproc_per_node": 1, "fast_restart": False},
+        "supervisor": {"backoff_s": 0.05},
+    }
+)
+
+
+class Others(Alone):
+    """Other nodes, of which all that matters here is whether one has ended."""
+
+    def __init__(self, have_ended: bool) -> None:
+        self._have_ended = have_ended
+
+    async def others_ended(self) -> bool:
+        return self._have_ended
+
+
+class FirstFails(Incarnation):
+    """The first agent ends with exit code 1, as torch's does when its store is gone; the next trains."""
+
+    def command(self) -> list[str]:
+        if self.number == 1:
+            return [sys.executable, "-c", "raise SystemExit(1)"]
+        return [sys.executable, "-m", "tests.process.played", str(self.run_dir), "1"]
+
+
+@pytest.mark.parametrize("others_ended", [True, False])
+def test_whose_failure_it_is(tmp_path: Path, others_ended: bool) -> None:
+    (tmp_path / RUNS_DIR).mkdir()
+    (tmp_path / "plan.json").write_text(json.dumps({"steps": 5, "faults": []}))
+    kept = Kept()
+
+    def prepare(_assignment: Assignment) -> Incarnation:
+        number = len(list((tmp_path / RUNS_DIR).iterdir())) + 1
+        run_dir = tmp_path / RUNS_DIR / f"{number:04d}"
+        run_dir.mkdir()
+        StopBoard.create(run_dir / BOARD_FILE)
+        group = Group("first", node=1, num_nodes=2, world_size=2) if number == 1 else None
+        return FirstFails(run_dir, number, 1, group)
+
+    supervisor = Supervisor(CONFIG, prepare, state_dir=tmp_path, team=Others(others_ended), sink=kept)
+    ending = asyncio.run(supervisor.run())
+    assert ending.state is State.COMPLETED
+    ends = [fields for kind, fields in kept.events if kind == "incarnation_ended"]
+    assert [end["kind"] for end in ends] == ["" if others_ended else "agent", ""]
+    assert "on another node" in ends[0]["cause"] or not others_ended
