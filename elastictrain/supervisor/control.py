@@ -269,12 +269,7 @@ class Control:
         if not 0 < timeout_s <= 86_400:
             raise UsageError(f"timeout_s must be between 0 and 86400, got {timeout_s:g}")
         began_s = monotonic()
-        try:
-            step = await self._obey(self._commands.checkpoint(timeout_s))
-        except TimeoutError as error:
-            raise StorageError(
-                f"no snapshot became durable within {timeout_s:g} s", "It may still: `elastictrain status` says when."
-            ) from error
+        step = await self._obey(self._commands.checkpoint(timeout_s))
         return _json({"done": "checkpoint", "global_step": step, "took_s": round(monotonic() - began_s, 3)})
 
     async def _drain(self, request: web.Request) -> web.Response:

@@ -21,7 +21,7 @@ from elastictrain import __version__
 from elastictrain.core.events import Kind
 from elastictrain.core.lifecycle import State
 from elastictrain.core.status import RankView, SupervisorView
-from elastictrain.errors import BusyError, ElasticTrainError, IllegalTransitionError
+from elastictrain.errors import BusyError, ElasticTrainError, IllegalTransitionError, StorageError
 from elastictrain.protocol import write_atomically
 from elastictrain.supervisor.control import Control, ControlSettings
 from elastictrain.supervisor.record import Record
@@ -94,8 +94,11 @@ class FakeSupervisor:
 
     async def checkpoint(self, timeout_s: float) -> int:
         if self.state is not State.TRAINING:
-            raise IllegalTransitionError(f"no snapshot can be taken: the job is {self.state}")
-        await asyncio.wait_for(asyncio.sleep(0.05), timeout_s)
+            raise BusyError(f"no snapshot can be taken: the job is {self.state}")
+        try:
+            await asyncio.wait_for(asyncio.sleep(0.05), timeout_s)
+        except TimeoutError as error:
+            raise StorageError(f"no snapshot was durable within {timeout_s:g} s") from error
         self._snapshot()
         return self.step
 
@@ -114,7 +117,7 @@ class FakeSupervisor:
 
     async def restart(self, reason: str) -> None:
         if self.state is not State.TRAINING:
-            raise BusyError(f"the job is {self.state}")
+            raise IllegalTransitionError(f"there is no worker group to restart: the job is {self.state}")
         self._end_incarnation(f"restart: {reason}")
         self.record.append(Kind.RESTART_PLANNED, {"delay_s": 0.0, "reason": reason})
         self._start_incarnation()

@@ -464,6 +464,28 @@ def test_causes_in_words(end: RankEnd, kind: CauseKind, says: str, can_retry: bo
     assert says in cause.what
 
 
+@pytest.mark.parametrize(
+    ("what", "kind", "says"),
+    [
+        ("CUDA error: out of memory", CauseKind.DEVICE_OUT_OF_MEMORY, "memory is full"),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", CauseKind.DEVICE_OUT_OF_MEMORY,
+         "memory is full"),
+        ("CUDA error: an illegal memory access was encountered", CauseKind.DEVICE, "not its own"),
+        ("CUDA error: device-side assert triggered", CauseKind.DEVICE, "index out of range"),
+        ("CUDA error: misaligned address", CauseKind.DEVICE, "in a wrong way"),
+        ("CUDA error: no kernel image is available for execution on the device", CauseKind.DEVICE, "this kind of GPU"),
+        ("CUDA error: all CUDA-capable devices are busy or unavailable", CauseKind.DEVICE, "to itself"),
+        ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", CauseKind.DEVICE, "a cuDNN call failed"),
+        ("NCCL error in: ProcessGroupNCCL.cpp, unhandled system error", CauseKind.COLLECTIVE, "NCCL"),
+        ("CUDA error: something that will be new one day", CauseKind.DEVICE, "a CUDA call failed"),
+    ],
+)  # fmt: skip
+def test_errors_of_the_device_by_what_torch_says(what: str, kind: CauseKind, says: str) -> None:
+    cause = classify([RankEnd(1, 70, "WorkerFailedError", f"RuntimeError: {what}")])
+    assert (cause.kind, cause.can_retry, cause.rank) == (kind, True, 1)
+    assert says in cause.what.rpartition(" (")[2]
+
+
 def test_the_first_cause_comes_before_its_consequences() -> None:
     consequence = RankEnd(0, 70, "WorkerFailedError", "a collective failed", secondary=True)
     terminated = RankEnd(2, -signal.SIGTERM)
