@@ -12,7 +12,8 @@ from elastictrain.core.membership import Bounds, Lineage, Plan
 from elastictrain.kv.client import EtcdClient
 from elastictrain.protocol import write_atomically
 from elastictrain.supervisor.endpoint import endpoint_of
-from elastictrain.supervisor.muster import STOPPING_S, Muster, Self, decode_plan, encode_plan
+from elastictrain.supervisor.muster import STOPPING_S, Muster, Self
+from elastictrain.supervisor.shared_keys import decode_plan, encode_plan
 from elastictrain.supervisor.store_process import StoreProcess
 
 if TYPE_CHECKING:

@@ -14,17 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
-from urllib.parse import quote
-
-from pydantic import TypeAdapter, ValidationError
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from typing import Any
 
 from elastictrain.core.membership import (
     Bounds,
@@ -42,12 +38,12 @@ from elastictrain.core.membership import (
 )
 from elastictrain.core.status import NodeView, RankView
 from elastictrain.errors import BusyError, ConfigError
-from elastictrain.kv.client import EtcdClient, EtcdError, EtcdLeaseGoneError, Stored
+from elastictrain.kv.client import EtcdClient, EtcdError
 from elastictrain.supervisor.links import Links
+from elastictrain.supervisor.shared_keys import Found, Record, SharedKeys
 from elastictrain.supervisor.store_process import StoreProcess
 from elastictrain.supervisor.team import Assignment, Orders
 
-PREFIX = "/elastictrain/job/"
 CALM_S = 0.5
 """Between two looks at the others while ranks run."""
 BUSY_S = 0.1
@@ -62,46 +58,9 @@ SERVED_TRIES = 5
 FAREWELL_S = 10.0
 """How long to wait, at the end, for the others to hear of it."""
 
-_T = TypeVar("_T")
 _RUNS = (Standing.RUNNING, Standing.LEAVING)
 _PLAN_SEEN = "the plan"
 """What our sightings of it go by: no node's name has a space."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """A node's record in the store.
-
-    Args:
-        life: of its supervisor's process.
-        turn: counts up.
-        about: what it says of itself.
-        ranks: for show.
-        news: the last that rank zero has said of each kind, where it is on this node.
-    """
-
-    life: str
-    turn: int
-    about: Node
-    ranks: tuple[RankView, ...] = ()
-    news: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-_RECORD = TypeAdapter(_Record)
-_PLAN = TypeAdapter(Plan)
-
-
-def encode_plan(plan: Plan) -> bytes:
-    """As it is in the store, and in a node's state directory."""
-    return json.dumps(asdict(plan)).encode()
-
-
-def decode_plan(data: bytes) -> Plan | None:
-    """None for what is no plan."""
-    try:
-        return _PLAN.validate_json(data)
-    except ValidationError:
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +122,6 @@ class Muster:
         executor: Executor | None = None,
     ) -> None:
         self._me = me
-        self._client = client
         self._bounds = bounds
         self._timeout_s = node_timeout_s
         self._store_timeout_s = store_timeout_s
@@ -172,17 +130,15 @@ class Muster:
         self._store = store
         self._emit = emit
         self._clock = clock
-        self._prefix = f"{PREFIX}{quote(me.job, safe='')}/"
+        lease_ttl_s = int(max(MIN_LEASE_S, 10 * node_timeout_s))
+        self._keys = SharedKeys(client, me.job, me.node, lease_ttl_s=lease_ttl_s, clock=clock, executor=executor)
         self._life = secrets.token_hex(8)
         self._turn = 0
         self._standing = Standing.WARMING
         self._reason = "its supervisor has just started"
         self._listener: socket.socket | None = None
         self._sightings = Sightings(gap_s=max(2 * CALM_S, node_timeout_s / 2))
-        self._executor = executor if executor is not None else ThreadPoolExecutor(1, thread_name_prefix="store")
-        self._lease: int | None = None
-        self._lease_renewed_s = float("-inf")
-        self._others: dict[str, _Record] = {}
+        self._others: dict[str, Record] = {}
         self._living: list[Node] = []
         self._news: dict[str, dict[str, Any]] = {}
         self._plan = remembered
@@ -260,16 +216,9 @@ class Muster:
             # Another supervisor of the same job on this host, with a state directory of its own, may serve it already.
             self._store = None
             for _ in range(SERVED_TRIES):
-                if await self._in_thread(self._is_served):
+                if await self._keys.are_served():
                     return
             raise
-
-    def _is_served(self) -> bool:
-        try:
-            self._client.get(self._key_of_plan)
-        except EtcdError:
-            return False
-        return True
 
     @property
     def pids(self) -> frozenset[int]:
@@ -358,8 +307,8 @@ class Muster:
         if self._away_since_s is None and self._has_looked:
             with contextlib.suppress(EtcdError):
                 await self._say_it_is_over()
-                await self._in_thread(lambda: self._client.delete(self._key(self._me.node)))
-        self._executor.shutdown(wait=False, cancel_futures=True)
+                await self._keys.delete_record()
+        self._keys.close()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -424,10 +373,9 @@ class Muster:
         assert orders is not None
         has_rank_zero = self._mine is not None and self._mine.place_of(self._me.node) == 0
         news = orders.news() if has_rank_zero else {}
-        record = _Record(self._life, self._turn, self._about(), tuple(orders.rank_views()), news)
-        value = json.dumps(asdict(record)).encode()
+        record = Record(self._life, self._turn, self._about(), tuple(orders.rank_views()), news)
         began_s = self._clock()
-        found = await self._in_thread(lambda: self._exchange(value))
+        found = await self._keys.exchange(record)
         now_s = self._clock()
         self._looked_s = began_s
         if self._away_since_s is not None:
@@ -447,38 +395,13 @@ class Muster:
             all_again=waits or self._standing is Standing.READY,
         )
 
-    def _exchange(self, value: bytes) -> dict[str, Stored]:
-        key = self._key(self._me.node)
-        try:
-            return self._client.put_and_get_prefix(key, value, self._living_lease(), self._prefix)
-        except EtcdLeaseGoneError:
-            self._lease = None
-            return self._client.put_and_get_prefix(key, value, self._living_lease(), self._prefix)
-
-    def _living_lease(self) -> int:
-        """Records of nodes that nobody comes back to go by themselves."""
-        ttl_s = int(max(MIN_LEASE_S, 10 * self._timeout_s))
-        now_s = self._clock()
-        if self._lease is not None and now_s - self._lease_renewed_s < ttl_s / 3:
-            return self._lease
-        if self._lease is None or not self._client.keep_lease_alive(self._lease):
-            self._lease = self._client.grant_lease(ttl_s)
-        self._lease_renewed_s = now_s
-        return self._lease
-
-    def _take_in(self, found: Mapping[str, Stored], now_s: float) -> None:
-        others: dict[str, _Record] = {}
-        for key, stored in found.items():
-            if not key.startswith(f"{self._prefix}node/"):
-                continue
-            with contextlib.suppress(ValidationError):  # not ours; the one whose it is will write it again
-                record = _RECORD.validate_json(stored.value)
-                if record.about.node != self._me.node:
-                    others[record.about.node] = record
-                elif record.life != self._life:
-                    self._waits_for = f"another supervisor writes as node {self._me.node}"
+    def _take_in(self, found: Found, now_s: float) -> None:
+        others = dict(found.records)
+        own = others.pop(self._me.node, None)
+        if own is not None and own.life != self._life:
+            self._waits_for = f"another supervisor writes as node {self._me.node}"
         self._others = others
-        self._take_in_plan(found.get(self._key_of_plan))
+        self._take_in_plan(found.plan, found.plan_revision)
         seen = {name: f"{record.life}/{record.turn}" for name, record in others.items()}
         if self._plan is not None:
             seen = {member.node: "" for member in self._plan.members} | seen
@@ -493,10 +416,9 @@ class Muster:
         if ready != self._ready[0]:
             self._ready = (ready, now_s)
 
-    def _take_in_plan(self, stored: Stored | None) -> None:
+    def _take_in_plan(self, found: Plan | None, revision: int) -> None:
         """The newest plan that we have ever seen, which is the one in the store unless that has lost its data."""
-        self._plan_revision = stored.mod_revision if stored is not None else 0
-        found = decode_plan(stored.value) if stored is not None else None
+        self._plan_revision = revision
         known = self._plan
         # We have seen all that was ever in a store that is our own.
         is_sure = self._store is not None and known is not None and not known.may_be_outdated
@@ -643,23 +565,13 @@ class Muster:
 
     # ---- the store
 
-    def _key(self, node: str) -> str:
-        return f"{self._prefix}node/{quote(node, safe='')}"
-
-    @property
-    def _key_of_plan(self) -> str:
-        return f"{self._prefix}plan"
-
     async def _swap(self, plan: Plan, revision: int) -> bool:
         """Writes the plan, unless somebody else has written one since the given revision."""
-        value = encode_plan(plan)
-        written, stored = await self._in_thread(
-            lambda: self._client.compare_and_swap(self._key_of_plan, value, revision, 0)
-        )
-        if written and stored is not None and (self._plan is None or plan.number >= self._plan.number):
-            self._plan_revision, self._is_plan_stored = stored.mod_revision, True
+        written = await self._keys.swap_plan(plan, revision)
+        if written is not None and (self._plan is None or plan.number >= self._plan.number):
+            self._plan_revision, self._is_plan_stored = written, True
             self._know(plan)
-        return written
+        return written is not None
 
     async def _change_plan(self, change: Callable[[Plan], Plan | None]) -> None:
         """Changes the plan that is there; gives up where there is none, or `change` has nothing to change."""
@@ -673,15 +585,11 @@ class Muster:
 
     async def _change_plan_once(self, change: Callable[[Plan], Plan | None]) -> bool:
         """Returns whether there is nothing (more) to change."""
-        stored = await self._in_thread(lambda: self._client.get(self._key_of_plan))
-        plan = decode_plan(stored.value) if stored is not None else None
+        plan, revision = await self._keys.read_plan()
         if self._plan is not None and (plan is None or plan.number < self._plan.number):
             plan = self._plan  # the store has lost it
         changed = change(plan) if plan is not None else None
-        return changed is None or await self._swap(changed, stored.mod_revision if stored is not None else 0)
-
-    async def _in_thread(self, request: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, request)
+        return changed is None or await self._swap(changed, revision)
 
 
 def _end_of(plan: Plan) -> str:

@@ -19,7 +19,8 @@ from elastictrain.core.membership import Bounds, Lineage, Plan, Standing
 from elastictrain.core.status import RankView
 from elastictrain.kv.client import EtcdClient, EtcdLeaseGoneError, EtcdUnavailableError, Stored
 from elastictrain.supervisor.links import ATTEMPT_S, Links
-from elastictrain.supervisor.muster import STOPPING_S, Muster, Self, decode_plan
+from elastictrain.supervisor.muster import STOPPING_S, Muster, Self
+from elastictrain.supervisor.shared_keys import decode_plan
 from elastictrain.supervisor.team import Assignment
 
 STORE = "store"
