@@ -171,6 +171,15 @@ def check_row(fault: Fault, row: dict[str, Any], document: dict[str, Any]) -> No
 
 
 @pytest.mark.long
+def test_where_every_process_is_started_anew(tmp_path):
+    """It takes longer, and loses nothing either."""
+    drilled = drill(tmp_path, "kill-agent", "kill-supervisor", options=("--set", "elastic.fast_restart=false"))
+    assert list(drilled.rows) == ["kill-agent", "kill-supervisor"]
+    for row in drilled.rows.values():
+        assert_resumed(row)
+
+
+@pytest.mark.long
 def test_a_lone_rank_that_dies_may_lose_what_came_after_its_snapshot(tmp_path):
     drilled = drill(tmp_path, "kill-rank", world_size=1)
     row = drilled.rows["kill-rank"]
