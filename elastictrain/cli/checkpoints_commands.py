@@ -24,6 +24,10 @@ StepOption = Annotated[
 ]
 
 
+def _warn(text: str) -> None:
+    typer.echo(f"elastictrain: {text}", err=True)
+
+
 @app.command("list")
 def list_(
     job: JobDirArgument = None, state_dir: StateDirOption = None, url: UrlOption = None, as_json: JsonOption = False
@@ -76,7 +80,7 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Show one snapshot: counters, sizes, world size, versions, data order, and the digest of its model."""
-    candidate = choose(find_place(job, state_dir, url), step)
+    candidate = choose(find_place(job, state_dir, url), step, _warn)
     manifest, trainer = candidate.read_manifest(), candidate.read_trainer()
     counters = trainer.get("counters", {})
     fields = {
@@ -135,7 +139,7 @@ def verify(
             rows.append({"name": path.name, "global_step": None, "tier": "memory", "path": str(path)})
             rows[-1] |= {"sound": False, "damages": damages}
     if not rows:
-        choose(place, step)  # explains that there is none
+        choose(place, step, _warn)  # explains that there is none
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
     else:
@@ -198,7 +202,7 @@ def export(
     job = arguments[0] if len(arguments) == 2 else None
     if target.suffix != ".safetensors":
         target = target / "model.safetensors"
-    candidate = choose(find_place(job, state_dir, url), step)
+    candidate = choose(find_place(job, state_dir, url), step, _warn)
     scratch = Path(tempfile.mkdtemp(prefix="elastictrain-export-"))
     try:
         with open_candidate(candidate, scratch) as reader:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,8 +134,13 @@ def _last_config(state_dir: Path) -> JobConfig | None:
     return None
 
 
-def choose(place: Place, step: int | None) -> Candidate:
+def choose(place: Place, step: int | None, warn: Callable[[str], None]) -> Candidate:
     """One snapshot: that of `step`, or the newest of the run that wrote last; the memory tier's if both have it.
+
+    Args:
+        place: where to look.
+        step: of the snapshot; None for the newest whose manifest can be read.
+        warn: is told of each newer one that is passed over.
 
     Raises:
         MissingInputError: there is none.
@@ -153,8 +159,9 @@ def choose(place: Place, step: int | None) -> Candidate:
         if candidate.run_id == run_id:
             try:
                 candidate.read_manifest()
-            except ElasticTrainError:
+            except ElasticTrainError as error:
                 if step is None:
+                    warn(f"{candidate.where} is passed over: {error.what}")
                     continue
                 raise
             return candidate

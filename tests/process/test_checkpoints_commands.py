@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -140,6 +141,19 @@ def test_a_newer_format_is_refused_by_name(state_dir):
     done = command("show", "--state-dir", state_dir, "--step", 3)
     assert done.returncode == 65
     assert "snapshot format version 7" in done.stderr
+
+
+def test_an_older_one_is_shown_and_exported_in_place_of_the_newest_only_with_a_warning(state_dir, tmp_path):
+    listed = json.loads(command("list", "--state-dir", state_dir, "--json").stdout)
+    rows = [row for row in listed if row["tier"] == "durable"]
+    before = rows[1]["global_step"]
+    for row in listed:
+        if row["global_step"] == rows[0]["global_step"]:
+            (Path(row["path"]) / "manifest.json").write_text("{")
+    for arguments in (["show"], ["export", tmp_path / "out"]):
+        done = command(*arguments, "--state-dir", state_dir, "--json")
+        assert json.loads(done.stdout)["global_step"] == before
+        assert f"{rows[0]['path']} is passed over: manifest.json" in done.stderr.replace("\n", "")
 
 
 def test_prune(state_dir):
