@@ -11,6 +11,7 @@ from elastictrain.armed import CLOCK_JUMPS_S, ArmedFault
 from elastictrain.core.drill_verdict import Seen, objections
 from elastictrain.core.events import Kind
 from elastictrain.core.faults import Action, Expect, Fault, Outside, Point, allowed_steps_lost
+from elastictrain.core.phases import Phase
 from elastictrain.drill import outside
 from elastictrain.drill.compare import newest_state, state_of_step
 from elastictrain.drill.judge import Evidence, Reference, Row, survived
@@ -64,10 +65,18 @@ class Exercise:
             armed: what belongs to its data all the same.
             step: of the state that is wanted; None for the last.
         """
-        trial = Trial(job, self._scratch / name, None, armed or [])
+        # A newer snapshot takes the place of one that still waits for the store: the run holds until this one is there.
+        hold: ArmedFault | None = None
+        if step is not None and step < job.steps:
+            hold = ArmedFault(f"{name}-hold", Action.HOLD, 0, step, Phase.FORWARD)
+        trial = Trial(job, self._scratch / name, None, [*(armed or []), *([hold] if hold is not None else [])])
+        deadline_s = time.monotonic() + REFERENCE_DEADLINE_S
         try:
             trial.start()
-            code = trial.wait_end(time.monotonic() + REFERENCE_DEADLINE_S)
+            if hold is not None and trial.wait_fired(hold.id, deadline_s):
+                trial.wait_for(lambda: any(each.global_step == step for each in trial.durable()), deadline_s)
+                trial.drill.release(hold.id)
+            code = trial.wait_end(deadline_s)
             if code != 0 or not trial.said_named("training_started"):
                 raise DrillError(
                     f"the job does not even run undisturbed (exit code {code}): there is nothing to drill",
