@@ -14,14 +14,12 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from elastictrain import __version__
 from elastictrain.config.schema import JobConfig
 from elastictrain.core import lifecycle
-from elastictrain.core.events import Kind
 from elastictrain.core.lifecycle import State, Trigger
 from elastictrain.core.liveness import StepTimes
 from elastictrain.core.membership import Standing
@@ -30,6 +28,7 @@ from elastictrain.core.policy import Cause, CauseKind, Failure, Halt, Restart, c
 from elastictrain.core.status import RankView, SupervisorView
 from elastictrain.errors import BusyError, ElasticTrainError, HaltError, IllegalTransitionError, StorageError
 from elastictrain.procs import adopt_orphans
+from elastictrain.supervisor.chronicle import Chronicle
 from elastictrain.supervisor.events import EventSink, NullSink
 from elastictrain.supervisor.incarnation import Incarnation, clear_away
 from elastictrain.supervisor.launcher import Launcher
@@ -39,51 +38,11 @@ from elastictrain.supervisor.remembered import Said
 from elastictrain.supervisor.settings import budget_of
 from elastictrain.supervisor.team import Alone, Assignment, Team
 
-FORWARDED = frozenset(
-    {
-        Kind.RESTORED,
-        Kind.PROGRESS,
-        Kind.SNAPSHOT_PASSED_OVER,
-        Kind.SNAPSHOT_INCOMPLETE,
-        Kind.SNAPSHOT_TAKEN,
-        Kind.SNAPSHOT_AT_FAILURE,
-        Kind.SNAPSHOT_DURABLE,
-        Kind.SNAPSHOT_LEFT_OUT,
-        Kind.SNAPSHOT_FAILED,
-        Kind.PERSISTER_RETRYING,
-        Kind.PERSISTER_STALLED,
-        Kind.PERSISTER_FAILED,
-        Kind.PERSISTER_FENCED,
-        Kind.STORE_RETRYING,
-        Kind.EVALUATED,
-    }
-)
-"""Events of the ranks that are kept as they come."""
-OF_ALL_NODES = FORWARDED - {
-    Kind.RESTORED,
-    Kind.PROGRESS,
-    Kind.SNAPSHOT_AT_FAILURE,
-    Kind.EVALUATED,
-    Kind.PERSISTER_FENCED,
-}
-"""Those of them that rank zero alone says: other nodes keep them as well."""
-SHOWN = {
-    "incident_opened": "error",
-    "culprit_elsewhere": "warning",
-    "rank_killed": "warning",
-    "incarnation_ended": "warning",
-    "restart_planned": "warning",
-    "halted": "error",
-    "drained": "info",
-    "stopped": "info",
-}
-"""Events of the supervisor that whoever watches the run should see, and how loud they are."""
 ASK_INTERVAL_S = 0.05
 TELL_ALL_S = 2.0
 """How long to try to tell the other nodes of a stop; each can be told by itself as well."""
 ASSEMBLY_LOOK_S = 0.5
 """How often what is being waited for is put into words anew."""
-_STAMPS = ("event", "level", "timestamp", "attempt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +94,8 @@ class Supervisor:
         self._prepare = prepare
         self._team: Team = team if team is not None else Alone()
         self._state_dir = state_dir
-        self._sink: EventSink = sink if sink is not None else NullSink()
+        self._chronicle = Chronicle(sink if sink is not None else NullSink(), show)
+        self._emit = self._chronicle.emit
         self._show = show
         self._stay_up = stay_up
         self._state = State.STARTING
@@ -144,8 +104,6 @@ class Supervisor:
         self._number = 0
         self._attempt: str | None = None
         self._world_size: int | None = None
-        self._announced = 0
-        """The incarnation of which a rank has said with what it began to train."""
         self._times = StepTimes()
         self._budget = budget_of(config)
         self._past = past if past is not None else Past()
@@ -158,7 +116,6 @@ class Supervisor:
         self._num_signals = 0
         self._furthest: int | None = None
         self._said = Said(config, self._past.data)
-        self._news: dict[str, dict[str, Any]] = {}
         self._snapshot_wanted = False
         self._launcher = Launcher(
             state_dir, fork=config.elastic.fast_restart, grace_s=config.supervisor.teardown_timeout_s
@@ -177,7 +134,7 @@ class Supervisor:
         self._catch_signals()
         await clear_away(self._state_dir, grace_s=self._config.supervisor.teardown_timeout_s)
         left = self._past.left
-        self.emit("supervisor_started", pid=os.getpid(), version=__version__, **(left.as_fields if left else {}))
+        self._emit("supervisor_started", pid=os.getpid(), version=__version__, **(left.as_fields if left else {}))
         if self._failures and isinstance(decision := self._decide(), Halt):
             # They ended the supervisors before this one, which could not say so.
             self._halt(decision)
@@ -223,6 +180,7 @@ class Supervisor:
             return
         self._number = incarnation.number
         self._attempt, self._world_size = incarnation.group.attempt, incarnation.group.world_size
+        self._chronicle.incarnation, self._chronicle.attempt = self._number, self._attempt
         self._life = Life(
             incarnation,
             self._config,
@@ -231,7 +189,7 @@ class Supervisor:
             state_dir=self._state_dir,
             on_line=self._on_line,
             on_look=self._on_look,
-            emit=self.emit,
+            emit=self._emit,
             spared=self._own_children,
         )
         try:
@@ -274,36 +232,36 @@ class Supervisor:
         if outcome is not None:
             self._outcome = outcome
         if outcome is not None and outcome["complete"] and not await self._finish():
-            self._emit_end(end, "the last state could not be kept on another node", None)
+            self._chronicle.ended(end, "the last state could not be kept on another node", None)
             self._move(Trigger.GROUP_FAILED, "the last state could not be kept on another node: once more")
         elif outcome is not None and outcome["complete"]:
             self._move(Trigger.GROUP_COMPLETED, "all steps are done")
-            self._emit_end(end, "complete", None)
-            self.emit("completed", global_step=end.reached_step)
+            self._chronicle.ended(end, "complete", None)
+            self._emit("completed", global_step=end.reached_step)
         elif self._state in lifecycle.ENDING:
-            self._emit_end(end, self._reason, None)
+            self._chronicle.ended(end, self._reason, None)
             self._ended_on_request(outcome)
         elif self._restart_reason is not None:
             reason, self._restart_reason = self._restart_reason, None
-            self._emit_end(end, reason, None)
-            self.emit("restart_planned", delay_s=0.0, reason=reason)
+            self._chronicle.ended(end, reason, None)
+            self._emit("restart_planned", delay_s=0.0, reason=reason)
         elif has_peers and (all(e.secondary for e in end.ends) or await self._agent_lost_the_others(end)):
             # Each node counts its own failures. Whoever asked for this end, or failed, is another one.
             reason = outcome["reason"] if outcome is not None else "ranks on another node ended"
-            self._emit_end(end, reason, None)
+            self._chronicle.ended(end, reason, None)
             self._move(Trigger.GROUP_FAILED, reason)
-            self.emit("restart_planned", delay_s=0.0, reason=reason)
+            self._emit("restart_planned", delay_s=0.0, reason=reason)
         elif outcome is not None and not any(not rank_end.secondary for rank_end in end.ends):
             # Whoever started us has told the ranks themselves, as Slurm does.
-            self._emit_end(end, outcome["reason"], None)
+            self._chronicle.ended(end, outcome["reason"], None)
             self._move(Trigger.GROUP_ENDED, outcome["reason"])
-            self.emit("stopped", reason=outcome["reason"])
+            self._emit("stopped", reason=outcome["reason"])
         else:
             cause = classify(end.ends)
             for rank_end in end.ends:
                 if rank_end.rank is not None:
-                    self._emit_rank_failed(rank_end, cause)
-            self._emit_end(end, cause.what, cause)
+                    self._chronicle.rank_failed(rank_end, cause)
+            self._chronicle.ended(end, cause.what, cause)
             self._failed(cause, end, [report.as_error() for report in incarnation.reports()])
             await self._pause()
 
@@ -328,7 +286,7 @@ class Supervisor:
     def _ended_on_request(self, outcome: dict[str, Any] | None) -> None:
         reason = outcome["reason"] if outcome is not None else f"{self._reason}, before there was anything new to keep"
         self._move(Trigger.GROUP_ENDED, reason)
-        self.emit("drained" if self._state is State.DRAINED else "stopped", reason=reason)
+        self._emit("drained" if self._state is State.DRAINED else "stopped", reason=reason)
 
     # ---- failures
 
@@ -350,7 +308,7 @@ class Supervisor:
             return
         self._move(Trigger.GROUP_FAILED, decision.reason)
         self._delay_s = decision.delay_s
-        self.emit("restart_planned", delay_s=round(decision.delay_s, 3), reason=decision.reason)
+        self._emit("restart_planned", delay_s=round(decision.delay_s, 3), reason=decision.reason)
 
     def _decide(self) -> Restart | Halt:
         samples = self._said.samples_in_step(self._failures[-1].reached_step)
@@ -360,7 +318,7 @@ class Supervisor:
         self._move(Trigger.GIVEN_UP, decision.reason)
         self._error = error if error is not None else HaltError(decision.reason, decision.hint)
         self._error.exit_code = decision.exit_code
-        self.emit("halted", reason=decision.reason, hint=decision.hint)
+        self._emit("halted", reason=decision.reason, hint=decision.hint)
 
     async def _pause(self) -> None:
         """Waits before the next worker group, unless told otherwise."""
@@ -383,50 +341,6 @@ class Supervisor:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
 
-    def emit(self, kind: str, /, **fields: Any) -> None:
-        """Keeps an event, and shows it where it matters. A sink that fails costs the record, never the training."""
-        with contextlib.suppress(Exception):
-            self._sink.append(kind, fields)
-        if kind in SHOWN:
-            stamps = {
-                "event": kind,
-                "level": SHOWN[kind],
-                "timestamp": datetime.now(UTC).isoformat(),
-                "incarnation": self._number,
-                "attempt": self._attempt,
-            }
-            self._show(Event(kind, {**fields, **stamps}))
-
-    def _emit_end(self, end: LifeEnd, cause: str, classified: Cause | None) -> None:
-        fields = {
-            "incarnation": end.number,
-            "cause": cause,
-            "kind": classified.kind.value if classified is not None else "",
-            "global_step": end.reached_step,
-            "failed_step": end.failed_step,
-            "began_step": end.began_step,
-            "kept_step": end.kept_step,
-            "lived_s": round(end.lived_s, 3),
-        }
-        if classified is not None:
-            self.emit("incarnation_ended", **fields)
-        else:
-            with contextlib.suppress(Exception):
-                self._sink.append("incarnation_ended", fields)  # nothing to worry about: not shown
-
-    def _emit_rank_failed(self, rank_end: Any, cause: Cause) -> None:
-        words = classify([rank_end])
-        self.emit(
-            "rank_failed",
-            rank=rank_end.rank,
-            cause=words.kind.value,
-            exit_code=rank_end.exit_code,
-            step=rank_end.step,
-            what=words.what,
-            secondary=rank_end.rank != cause.rank,
-            incarnation=self._number,
-        )
-
     def _on_line(self, line: Line) -> None:
         """A line of a rank: shown, and, where it is an event, taken note of."""
         self._show(line)
@@ -435,15 +349,7 @@ class Supervisor:
         self._said.hear(line)
         if line.name in ("snapshot_left_out", "snapshot_failed") and self._snapshot_wanted and self._life is not None:
             self._life.incarnation.board.ask_for_snapshot()
-        is_first = line.name == "training_started" and self._announced != self._number
-        if is_first:
-            self._announced = self._number
-        if is_first or line.name in FORWARDED:
-            fields = {key: value for key, value in line.fields.items() if key not in _STAMPS}
-            if line.name in OF_ALL_NODES:
-                self._news[line.name] = fields
-            with contextlib.suppress(Exception):
-                self._sink.append(line.name, fields)
+        self._chronicle.hear(line)
 
     def _on_look(self, life: Life) -> None:
         """The ranks' records were read."""
@@ -451,7 +357,7 @@ class Supervisor:
         if life.all_train and self._state in (State.STARTING, State.RECOVERING) and self._restart_reason is None:
             self._has_trained = True
             self._move(Trigger.RANKS_TRAINED, "all ranks train")
-            self.emit("ranks_training", incarnation=self._number, global_step=reached)
+            self._emit("ranks_training", incarnation=self._number, global_step=reached)
         if reached is not None:
             self._furthest = max(reached, self._furthest or 0)
 
@@ -486,7 +392,7 @@ class Supervisor:
         if self._state in lifecycle.RUNNING:
             self._restart_reason = reason
             self._move(Trigger.RESTART_ASKED, reason)
-        self.emit("worker_group_abandoned", incarnation=self._number, reason=reason)
+        self._emit("worker_group_abandoned", incarnation=self._number, reason=reason)
         self._life.abandon()
 
     def stop_with_all(self, reason: str) -> None:
@@ -500,7 +406,7 @@ class Supervisor:
         return self._said.rank_views(self._life, time.monotonic()) if self._life is not None else ()
 
     def news(self) -> dict[str, dict[str, Any]]:
-        return self._news
+        return self._chronicle.news
 
     # ---- commands
 
@@ -513,7 +419,7 @@ class Supervisor:
         self._move(Trigger.STOP_ASKED, self._reason if already else reason)
         if self._state is State.STOPPED:
             self._error = None
-            self.emit("stopped", reason=reason)
+            self._emit("stopped", reason=reason)
         if self._life is not None:
             self._life.ask_to_stop(hurry=already)
 
@@ -572,7 +478,7 @@ class Supervisor:
         if self._life is None and self._state is State.RECOVERING:
             # The next worker group is on its way; where it pauses, no longer.
             self._move(Trigger.RESTART_ASKED, reason)
-            self.emit("restart_planned", delay_s=0.0, reason=reason)
+            self._emit("restart_planned", delay_s=0.0, reason=reason)
             return
         if self._life is None or self._state not in lifecycle.RUNNING:
             waits = self._state in (State.HALTED, State.DRAINED)
