@@ -6,8 +6,10 @@ Standard input, a JSON object a line: first `{"configure": {...}}` (`PersisterSe
 the command line), then any number of `{"persist": {"path": ..., "name": ...}}`. End of file means that no more will
 come: what was asked for is finished, within `grace_s`. Standard output: `Report`s, a JSON object a line.
 
-SIGTERM, SIGINT and SIGHUP are ignored: whoever stops the job sends them to everybody, and the last snapshot is wanted
-most then. A store that moves nothing for `storage_timeout_s` ends the process; the client starts another.
+SIGTERM, SIGINT and SIGHUP end nothing: whoever stops the job sends them to everybody, and the last snapshot is wanted
+most then. But after a SIGTERM, once nobody waits for it any more, the persister does not stand in the way of the next
+start for long: what is not durable by then is in memory still. A store that moves nothing for `storage_timeout_s` ends
+the process; the client starts another.
 """
 
 from __future__ import annotations
@@ -36,7 +38,11 @@ IO_PRIORITY = 7
 """The lowest of the best-effort class: who reads training data from the same disk comes first. Not the idle class,
 which a busy disk would starve."""
 
+TOLD_GRACE_S = 3.0
+"""How long to go on after the training process is gone, where somebody has told all processes to end."""
+
 _output = threading.Lock()
+_told_to_end = threading.Event()
 
 
 def _print_report(report: Report) -> None:
@@ -66,7 +72,9 @@ def _read_requests(loop: PersistLoop, grace_s: float) -> None:
     for line in sys.stdin:
         loop.submit(Request(**json.loads(line)["persist"]))
     loop.finish()
-    time.sleep(grace_s)
+    if _told_to_end.wait(grace_s):
+        grace_s = min(grace_s, TOLD_GRACE_S)
+        time.sleep(grace_s)
     _print_report(Report("abandoned", fields={"grace_s": grace_s}))
     _leave(STALLED_EXIT_CODE)
 
@@ -82,7 +90,8 @@ def _give_way() -> None:
 
 def main() -> None:
     """Runs until standard input ends and the work is done."""
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(signal.SIGTERM, lambda _signum, _frame: _told_to_end.set())
+    for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     if run_dir := os.environ.get(ENV_RUN_DIR):
         cgroups.leave(Path(run_dir))

@@ -274,6 +274,29 @@ def test_the_orphan_of_a_dead_worker_finishes_and_its_successor_waits_for_it(tie
     assert durable_steps(tmp_path) == [2]
 
 
+@pytest.mark.parametrize("told_first", [True, False])
+def test_who_was_told_to_end_does_not_go_on_for_long_once_its_worker_is_gone(tier, tmp_path, told_first):
+    snapshot = write(tier, 1)
+    orphan = _start_by_hand(
+        url=f"faulty://{tmp_path}/snapshots",
+        storage_options={"target": "file", "faults": {"write:2": "stall"}, "counter": "c"},
+        grace_s=100 * DEADLINE_S,
+        storage_timeout_s=100 * DEADLINE_S,
+    )
+    orphan.stdin.write(json.dumps({"persist": {"path": str(snapshot.path), "name": snapshot.name}}) + "\n")
+    orphan.stdin.flush()
+    assert json.loads(orphan.stdout.readline())["kind"] == "started"
+    if told_first:
+        orphan.send_signal(signal.SIGTERM)
+        orphan.stdin.close()
+    else:
+        orphan.stdin.close()
+        orphan.send_signal(signal.SIGTERM)
+    assert [json.loads(line)["kind"] for line in orphan.stdout] == ["abandoned"]
+    orphan.stdout.close()
+    assert orphan.wait(DEADLINE_S) == 75
+
+
 def test_what_was_asked_is_finished_after_the_worker_is_gone(tier, tmp_path):
     snapshot = write(tier, 1)
     process = _start_by_hand(url=str(tmp_path / "snapshots"))
