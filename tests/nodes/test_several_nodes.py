@@ -1,6 +1,7 @@
 """A job on several nodes, whatever happens to them: it goes on, at the exact step, with the exact numbers.
 
-Every test compares with the run of the same job on one rank, to the last bit.
+Every test compares with the run of the same job on one rank, to the last bit. Most of what can happen happens in the
+first two, one after the other; each alone, for whoever looks for a cause, is marked `soak`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from tests.nodes.job import DEADLINE_S, PORT, Job
 from tests.process.etcd_cluster import NEEDS_ETCD
 from tests.process.helpers import ROOT, read_json_lines, wait_until
 
-pytestmark = pytest.mark.long
-
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
@@ -28,6 +27,80 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.mark.long
+def test_whatever_happens_to_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    """Killed and booted, cut off and healed, stopped and woken, drained and resumed, with wrong clocks, and one with more
+    ranks than the others: one job goes through all of it."""
+    first, second, third = cluster
+    job = Job(cluster, tmp_path)
+    job.start(first)
+    job.start(second, environment=shifted_clock(tmp_path, 3600))
+    job.wait_world_size(first, 2)
+    job.start(third, options=("--set", "elastic.nproc_per_node=2"), environment=shifted_clock(tmp_path, -3600))
+    job.wait_world_size(first, 4)
+    for view in [job.status(node) for node in cluster]:
+        assert {each["host"] for each in view["nodes"]} == {"node0", "node1", "node2"}
+        assert [rank["rank"] for rank in view["ranks"]] == [0, 1, 2, 3]
+        assert view["attempt"] == job.status(first)["attempt"] is not None
+
+    third.kill()
+    job.wait_world_size(first, 2)
+    third.boot()
+    job.start(third)
+    job.wait_world_size(first, 3)
+
+    second.cut()
+    job.wait_world_size(first, 2)
+    wait_until(lambda: job.world_size(second) == 0 and not job.status(second)["ranks"], DEADLINE_S)
+    job.wait_steps(3)
+    assert job.world_size(second) == 0, "who does not reach the store does not train by itself"
+    second.heal()
+    job.wait_world_size(first, 3)
+
+    second.pause()
+    job.wait_world_size(first, 2)
+    second.resume()
+    job.wait_world_size(first, 3)
+
+    job.tell(third, "drain")
+    assert job.status(third)["state"] == "drained"
+    job.wait_world_size(first, 2)
+    job.tell(third, "resume")
+    job.wait_world_size(first, 3)
+
+    job.processes[third.index].send_signal(signal.SIGTERM)
+    job.wait_world_size(first, 2)
+    job.finish(first, second)
+    job.assert_exact(tmp_path, num_again=3)
+
+
+@pytest.mark.long
+@NEEDS_ETCD
+def test_whatever_happens_to_etcd(cluster: Cluster, tmp_path: Path) -> None:
+    """All of it is gone for a while, its leader stands still, a member dies with its node: whoever trains, trains."""
+    first, second, third = cluster
+    (tmp_path / "etcd").mkdir()
+    etcd = cluster.etcd(3, tmp_path / "etcd")
+    job = Job(cluster, tmp_path, rendezvous="etcd://" + ",".join(f"{node.address}:2379" for node in cluster))
+    job.start(first, second, third)
+    job.wait_world_size(second, 3)
+    attempt = job.status(second)["attempt"]
+    etcd.kill()
+    job.wait_steps(5)
+    etcd.start()
+    job.wait_steps(3)
+    paused = etcd.pause_leader()
+    job.wait_steps(3)
+    etcd.resume(paused)
+    job.wait_steps(3)
+    assert job.status(second)["attempt"] == attempt
+    first.kill()
+    job.wait_world_size(second, 2)
+    job.finish(second, third)
+    job.assert_exact(tmp_path, num_again=1)
+
+
+@pytest.mark.soak
 def test_two_nodes_train_together_and_each_knows_all(cluster: Cluster, tmp_path: Path) -> None:
     first, second, _ = cluster
     job = Job(cluster, tmp_path)
@@ -43,6 +116,7 @@ def test_two_nodes_train_together_and_each_knows_all(cluster: Cluster, tmp_path:
     job.assert_exact(tmp_path)
 
 
+@pytest.mark.soak
 def test_nodes_may_have_different_numbers_of_ranks(cluster: Cluster, tmp_path: Path) -> None:
     first, second, _ = cluster
     job = Job(cluster, tmp_path)
@@ -53,6 +127,7 @@ def test_nodes_may_have_different_numbers_of_ranks(cluster: Cluster, tmp_path: P
     job.assert_exact(tmp_path)
 
 
+@pytest.mark.soak
 def test_a_killed_node_is_done_without(cluster: Cluster, tmp_path: Path) -> None:
     first, second, _ = cluster
     job = Job(cluster, tmp_path)
@@ -66,6 +141,7 @@ def test_a_killed_node_is_done_without(cluster: Cluster, tmp_path: Path) -> None
     job.assert_exact(tmp_path, num_again=1)
 
 
+@pytest.mark.soak
 def test_what_nodes_keep_of_a_failure_is_gone_at_the_end(cluster: Cluster, tmp_path: Path) -> None:
     """Not only on rank zero's: the memory of a node is not for a job that is over."""
     first, second, third = cluster
@@ -82,6 +158,7 @@ def test_what_nodes_keep_of_a_failure_is_gone_at_the_end(cluster: Cluster, tmp_p
     job.assert_exact(tmp_path, num_again=1)
 
 
+@pytest.mark.soak
 def test_a_killed_node_that_boots_is_taken_in_again(cluster: Cluster, tmp_path: Path) -> None:
     first, second, third = cluster
     job = Job(cluster, tmp_path)
@@ -98,6 +175,7 @@ def test_a_killed_node_that_boots_is_taken_in_again(cluster: Cluster, tmp_path: 
     job.assert_exact(tmp_path, num_again=1)
 
 
+@pytest.mark.soak
 def test_a_node_that_joins_costs_no_step(cluster: Cluster, tmp_path: Path) -> None:
     first, second, _ = cluster
     job = Job(cluster, tmp_path)
@@ -110,6 +188,7 @@ def test_a_node_that_joins_costs_no_step(cluster: Cluster, tmp_path: Path) -> No
     job.assert_exact(tmp_path)
 
 
+@pytest.mark.soak
 def test_who_has_the_store_goes_on_when_the_link_is_cut(cluster: Cluster, tmp_path: Path) -> None:
     first, second, _ = cluster
     job = Job(cluster, tmp_path)
@@ -129,6 +208,7 @@ def test_who_has_the_store_goes_on_when_the_link_is_cut(cluster: Cluster, tmp_pa
     job.assert_exact(tmp_path, num_again=1)
 
 
+@pytest.mark.soak
 def test_a_link_that_is_healed_at_once_is_as_if_nothing_was(cluster: Cluster, tmp_path: Path) -> None:
     first, second, _ = cluster
     job = Job(cluster, tmp_path, elastic={"node_timeout_s": 60.0})
@@ -146,6 +226,7 @@ def test_a_link_that_is_healed_at_once_is_as_if_nothing_was(cluster: Cluster, tm
     job.assert_exact(tmp_path)
 
 
+@pytest.mark.long
 def test_the_job_waits_for_the_host_of_the_store_and_says_so(cluster: Cluster, tmp_path: Path) -> None:
     first, second, _ = cluster
     job = Job(cluster, tmp_path)
@@ -161,6 +242,7 @@ def test_the_job_waits_for_the_host_of_the_store_and_says_so(cluster: Cluster, t
     job.assert_exact(tmp_path, num_again=1)
 
 
+@pytest.mark.soak
 def test_a_paused_node_is_done_without_and_comes_back(cluster: Cluster, tmp_path: Path) -> None:
     """A node that stands still as a whole cannot know that it did: it must find out before it does any harm."""
     first, second, _ = cluster
@@ -177,6 +259,7 @@ def test_a_paused_node_is_done_without_and_comes_back(cluster: Cluster, tmp_path
     job.assert_exact(tmp_path, num_again=1)
 
 
+@pytest.mark.soak
 def test_a_drained_node_leaves_at_a_step_boundary_and_comes_back(cluster: Cluster, tmp_path: Path) -> None:
     first, second, _ = cluster
     job = Job(cluster, tmp_path)
@@ -193,6 +276,7 @@ def test_a_drained_node_leaves_at_a_step_boundary_and_comes_back(cluster: Cluste
     job.assert_exact(tmp_path)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_supervisor_that_ends_closes_nothing_for_the_others(
     cluster: Cluster, tmp_path: Path, number: signal.Signals
@@ -210,6 +294,7 @@ def test_a_supervisor_that_ends_closes_nothing_for_the_others(
     job.assert_exact(tmp_path, num_again=1)
 
 
+@pytest.mark.soak
 def test_wrong_clocks_change_nothing(cluster: Cluster, tmp_path: Path) -> None:
     first, second, third = cluster
     job = Job(cluster, tmp_path)
@@ -226,6 +311,7 @@ def test_wrong_clocks_change_nothing(cluster: Cluster, tmp_path: Path) -> None:
     job.assert_exact(tmp_path, num_again=1)
 
 
+@pytest.mark.long
 def test_a_node_with_another_job_file_is_refused_by_name(cluster: Cluster, tmp_path: Path) -> None:
     first, second, _ = cluster
     job = Job(cluster, tmp_path)
@@ -241,6 +327,7 @@ def test_a_node_with_another_job_file_is_refused_by_name(cluster: Cluster, tmp_p
     job.assert_exact(tmp_path)
 
 
+@pytest.mark.soak
 @NEEDS_ETCD
 @pytest.mark.parametrize("fault", ["kill a node with a member", "pause the leader", "kill all members"])
 def test_with_etcd_no_host_is_special(cluster: Cluster, tmp_path: Path, fault: str) -> None:
@@ -275,6 +362,7 @@ def test_with_etcd_no_host_is_special(cluster: Cluster, tmp_path: Path, fault: s
     job.assert_exact(tmp_path, num_again=1)
 
 
+@pytest.mark.long
 def test_a_partition_between_two_that_both_see_the_store(cluster: Cluster, tmp_path: Path) -> None:
     """Each of the two is alive for everybody, and still they cannot train together: the job must not stand for ever."""
     first, second, third = cluster
@@ -314,6 +402,7 @@ def start_with_an_agent_that_stops(cluster: Cluster, folder: Path) -> Job:
     return job
 
 
+@pytest.mark.long
 def test_an_agent_that_hangs_in_a_call_of_the_store_is_ended_after_its_limit(cluster: Cluster, tmp_path: Path) -> None:
     first, second, _ = cluster
     job = start_with_an_agent_that_stops(cluster, tmp_path)
@@ -324,6 +413,7 @@ def test_an_agent_that_hangs_in_a_call_of_the_store_is_ended_after_its_limit(clu
     job.assert_exact(tmp_path)
 
 
+@pytest.mark.soak
 def test_an_agent_that_loses_the_one_it_starts_with_is_no_failure_of_its_node(cluster: Cluster, tmp_path: Path) -> None:
     first, second, _ = cluster
     job = start_with_an_agent_that_stops(cluster, tmp_path)
