@@ -54,10 +54,15 @@ class Cluster:
         names = [f"{node.address} {node.name}\n" for node in self.nodes]
         self.hosts = "".join(["127.0.0.1 localhost\n", *names])
         """Text of every node's /etc/hosts."""
-        self.network: Network
+        self._network: Network | None = None
+
+    @property
+    def network(self) -> Network:
+        assert self._network is not None, "the cluster is down"
+        return self._network
 
     def __enter__(self) -> Cluster:
-        self.network = Network(f"network-{os.getpid()}")
+        self._network = Network(f"network-{os.getpid()}")
         try:
             for node in self.nodes:
                 node.boot()
@@ -75,7 +80,9 @@ class Cluster:
         for node in self.nodes:
             if node.is_up:
                 node.kill()
-        self.network.destroy()
+        if self._network is not None:
+            self._network.destroy()
+            self._network = None
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes)

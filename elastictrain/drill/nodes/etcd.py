@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
@@ -128,16 +128,18 @@ class Etcd:
     def leader(self) -> int:
         """The member that leads now."""
 
-        def find() -> int | None:
-            for member, url in enumerate(self.urls):
-                status = self._ask(member, partial(_status, url))
-                if status.get("leader") and status["leader"] == status["header"]["member_id"]:
-                    return member
-            return None
-
         # 0 is a member too, so a tuple.
-        found: tuple[int] = wait_until(lambda: None if (member := find()) is None else (member,))
+        everybody = range(len(self.urls))
+        found: tuple[int] = wait_until(lambda: None if (member := self.leader_of(everybody)) is None else (member,))
         return found[0]
+
+    def leader_of(self, members: Iterable[int]) -> int | None:
+        """Which of these members says that it leads; None if none does now."""
+        for member in members:
+            status = self._ask(member, partial(_status, self.urls[member]))
+            if status.get("leader") and status["leader"] == status["header"]["member_id"]:
+                return member
+        return None
 
 
 def _status(url: str) -> dict[str, Any]:
