@@ -161,12 +161,15 @@ def _drill(
     as_json: bool,
 ) -> None:
     from elastictrain.drill.exercise import Exercise
-    from elastictrain.drill.nodes.exercise import NodesExercise
+    from elastictrain.drill.nodes.exercise import NodesExercise, nodes_refusal
     from elastictrain.drill.settings import refusal
 
     for fault in faults:
         if fault.name in asked and (why := refusal(fault, job)):
             raise UsageError(f"{fault.name}: {why}")
+    for each in node_faults:
+        if each.name in asked and (why := nodes_refusal(each, job, num_nodes or each.num_nodes)):
+            raise UsageError(f"{each.name}: {why}")
     with writing(places) as folder, ending_all():
         exercise = Exercise(job, folder, tell=_tell, keep=places.keep)
         rows = [exercise.run(fault) for fault in faults]

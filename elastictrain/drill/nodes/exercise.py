@@ -59,7 +59,7 @@ class NodesExercise:
     def run(self, fault: NodeFault) -> Row:
         """One drill; never raises for what the job, or the machine, does."""
         num_nodes = self._num_nodes or fault.num_nodes
-        if why := nodes_refusal(fault, self.job, num_nodes):
+        if why := nodes_refusal(fault, self.job, num_nodes) or _machine_refusal(fault):
             return Row(fault=fault.name, verdict="refused", why=why)
         ranks_per_node = ranks_on_each(self.job, num_nodes)
         trial: NodesTrial | None = None
@@ -198,7 +198,7 @@ class NodesExercise:
 
 
 def nodes_refusal(fault: NodeFault, job: DrillJob, num_nodes: int) -> str:
-    """Why this machine, or this job, cannot have this fault; "" if it can. What else is missing shows when it is tried.
+    """Why this job cannot have this fault; "" if it can.
 
     Args:
         fault: which.
@@ -207,14 +207,19 @@ def nodes_refusal(fault: NodeFault, job: DrillJob, num_nodes: int) -> str:
     """
     if num_nodes < fault.num_nodes:
         return f"it needs {fault.num_nodes} nodes at least; use --nodes {fault.num_nodes}"
-    if why := why_impossible():
-        return why
-    if fault.needs_etcd and shutil.which("etcd") is None:
-        return "the program etcd is not here: apt-get install etcd-server"
     if ranks_on_each(job, num_nodes) == 0:
         return f"a step has {_num_microbatches(job):.0f} microbatch(es), too few for {num_nodes} nodes"
     if job.fault_step + fault.room_steps > job.steps:
         return f"there must be {fault.room_steps} steps after the fault; use --steps or --at-step"
+    return ""
+
+
+def _machine_refusal(fault: NodeFault) -> str:
+    """Why this machine cannot have this fault; "" if it seems to. What else is missing shows when it is tried."""
+    if why := why_impossible():
+        return why
+    if fault.needs_etcd and shutil.which("etcd") is None:
+        return "the program etcd is not here: apt-get install etcd-server"
     return ""
 
 
