@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 from pathlib import Path
@@ -11,9 +12,9 @@ import psutil
 import pytest
 
 from elastictrain.core.node_faults import NODE_FAULTS
-from tests.drill.drills import assert_exact, assert_nothing_left, drill, processes_of, tiny_job
+from tests.drill.drills import DEADLINE_S, assert_exact, assert_nothing_left, drill, processes_of, tiny_job
 from tests.nodes.possible import skip_unless_possible
-from tests.process.helpers import run_cli, start_cli, wait_until
+from tests.process.helpers import run_cli, start_cli, wait_until, write_task
 
 STEPS = 12
 TINY: dict[str, Any] = {"world_size": 1, "train": {"max_steps": STEPS}}
@@ -59,6 +60,37 @@ def test_bits_that_may_differ_between_world_sizes_are_not_compared(tmp_path: Pat
     assert "bits may differ" in lost["why"]
     assert_exact(kept)
     assert kept["why"] == "world size 3"
+
+
+WORLDLY = """
+import os
+from tests.process.faulty import Task
+
+class MyTask(Task):
+    def loss(self, model, batch):
+        return super().loss(model, batch) * (1.0 + 1e-3 * int(os.environ["WORLD_SIZE"]))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_job_whose_numbers_depend_on_the_world_size_fails_and_says_where(tmp_path: Path) -> None:
+    skip_unless_possible()
+    write_task(tmp_path, WORLDLY)
+    job = tiny_job(tmp_path, **TINY, elastic={"reduction": "tree"})
+    job.write_text(job.read_text().replace("tests.process.faulty:Task", "task:MyTask"))
+    scratch = tmp_path / "scratch"
+    finished = run_cli("drill", "kill-node", job, "--scratch", scratch, "--json", cwd=tmp_path, deadline_s=DEADLINE_S)
+    assert finished.code == 1, finished.stderr
+    (row,) = json.loads(finished.stdout)["rows"]
+    assert (row["verdict"], row["bitwise_equal"]) == ("fails", False)
+    assert row["difference"].startswith(f"step {STEPS // 2 + 1} ("), row
+    # What is left of it can be read like any other.
+    assert row["folder"] == str(scratch / "kill-node")
+    events = run_cli("events", "--state-dir", scratch / "kill-node" / "state-node0", cwd=tmp_path)
+    assert events.code == 0
+    assert "worker_group_abandoned" in events.stdout
+    assert_nothing_left(tmp_path)
 
 
 @pytest.mark.long
