@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from elastictrain.cli.drill_list import show_list, wide_console
 from elastictrain.cli.job_dirs import JobDir, find_job_dir
 from elastictrain.cli.options import SetOption, StateDirOption
 from elastictrain.errors import DrillFailedError, StateDirError, UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from elastictrain.core.faults import Fault
     from elastictrain.core.node_faults import NodeFault
     from elastictrain.drill.judge import Row
@@ -91,7 +89,7 @@ def drill(
     Example: elastictrain drill kill-rank stop-rank job.toml
     """
     if words == ["list"]:
-        _list(as_json)
+        show_list(as_json=as_json)
         return
     from elastictrain.core.fault_table import ALL, select
     from elastictrain.core.node_faults import NODE_FAULTS, NODE_TABLE
@@ -265,7 +263,7 @@ def _conclude(
     if as_json:
         typer.echo(json.dumps(as_document(rows, facts, asked), indent=2))
     else:
-        print_table(rows, _console())
+        print_table(rows, wide_console())
         if saved is not None:
             typer.echo(f"Saved: {saved[0]} and {saved[1].name}")
     if failed := not_held(rows, asked):
@@ -333,40 +331,3 @@ def ending_all() -> Iterator[None]:
         end_descendants()
         for signum, handler in before.items():
             signal.signal(signum, handler)
-
-
-def _list(as_json: bool) -> None:
-    from elastictrain.core.fault_table import TABLE
-    from elastictrain.core.node_faults import NODE_TABLE
-
-    if as_json:
-        fields: list[dict[str, Any]] = [
-            {"fault": f.name, "phase": f.phase.name.lower(), "expect": f.expect.value, "explanation": f.explanation}
-            for f in TABLE
-        ]
-        # These happen to a node between two steps: in no phase of a rank's.
-        fields += [
-            {"fault": f.name, "phase": None, "nodes": f.num_nodes, "expect": f.expect, "explanation": f.explanation}
-            for f in NODE_TABLE
-        ]
-        typer.echo(json.dumps(fields, indent=2))
-        return
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("fault", "what happens", "the job then", "live"):
-        table.add_column(name, no_wrap=name == "fault", overflow="fold")
-    for f in TABLE:
-        table.add_row(f.name, f.explanation, f.expect.value, "yes" if f.is_live else "")
-    table.add_section()
-    table.add_row("several nodes", "Network namespaces on this machine (root, util-linux, iproute2); see --nodes.")
-    for each in NODE_TABLE:
-        table.add_row(each.name, each.explanation, each.expect, "")
-    _console().print(table)
-
-
-def _console() -> Console:
-    """As wide as the terminal; where there is none, as wide as the table."""
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)

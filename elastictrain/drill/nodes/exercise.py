@@ -131,6 +131,13 @@ class NodesExercise:
                     "there is nothing to drill",
                     f"{trial.last_words()}\nIts output is in {trial.folder}.",
                 )
+            due = (num_nodes * ranks_per_node,)
+            if set(sizes := trial.world_sizes()) != set(due):
+                raise DrillError(
+                    f"the undisturbed run on {num_nodes} node(s) had worker groups of {', '.join(map(str, sizes))} "
+                    f"rank(s), {due[0]} expected: a node was lost without a fault, or came late",
+                    f"Its output is in {trial.folder}. A larger elastic.node_timeout_s bears a busy machine.",
+                )
             trajectory = survived(trial)
             started = trial.said_named("training_started")
             reference = Reference(

@@ -144,9 +144,12 @@ class Node:
     def run(self, args: Sequence[str | Path], *, check: bool = True, deadline_s: float = 60.0) -> str:
         """Runs a program here to its end; returns its standard output, stripped."""
         command = self.namespaces.enter("--all", "--wd=/", "--", *map(str, args))
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=deadline_s
-        )
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=deadline_s
+            )
+        except subprocess.TimeoutExpired as error:
+            raise DrillError(f"{self.name}: {' '.join(command)} did not end within {deadline_s:g} s") from error
         if check and done.returncode != 0:
             raise DrillError(f"{self.name}: {' '.join(command)} failed: {done.stdout}{done.stderr}")
         return done.stdout.strip()

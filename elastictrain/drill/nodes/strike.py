@@ -62,9 +62,10 @@ def _cut_link(trial: NodesTrial, at: str, after: str, deadline_s: float) -> Stru
     at_s = boot_clock_s()
     node.cut()
     trial.drill.release(at)
-    if not trial.wait_held(after, deadline_s):
-        return Struck(node.name, at_s, undone="the others did not go on")
+    went_on = trial.wait_held(after, deadline_s)
     node.heal()
+    if not went_on:
+        return Struck(node.name, at_s, undone="the others did not go on")
     is_back = trial.wait_for(trial.is_regrouping, deadline_s)
     return Struck(node.name, at_s, undone="" if is_back else "the node was not taken in again once its link was healed")
 
