@@ -1,7 +1,7 @@
 """Measures how long a job on several nodes stands still when one is killed, cut off, or joins.
 
-The nodes are network namespaces on this machine, as in `tests/nodes`: needs root and iproute2. Every round is a new
-job.
+The nodes are network namespaces on this machine, as those of `elastictrain drill kill-node`: needs root and iproute2.
+Every round is a new job.
 
 - kill: the whole node dies, in silence; until the survivor's next step. Against plain torchrun with a good script
   (`recovery_script.py`) in the same namespaces, as it comes and with its rendezvous tuned.
