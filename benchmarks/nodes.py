@@ -1,7 +1,7 @@
 """Measures how long a job on several nodes stands still when one is killed, cut off, or joins.
 
-The nodes are network namespaces on this machine, as in `tests/nodes`: needs root and iproute2. Every round is a new
-job.
+The nodes are network namespaces on this machine, as those of `elastictrain drill kill-node`: needs root and iproute2.
+Every round is a new job.
 
 - kill: the whole node dies, in silence; until the survivor's next step. Against plain torchrun with a good script
   (`recovery_script.py`) in the same namespaces, as it comes and with its rendezvous tuned.
@@ -33,13 +33,13 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 from goals import Goal, judge  # noqa: E402
 from recovery_progress import Progress, read_progress  # noqa: E402
 
+from elastictrain.drill.nodes.cluster import Cluster, why_impossible  # noqa: E402
+from elastictrain.drill.nodes.node import Node  # noqa: E402
 from elastictrain.heartbeat import Heartbeat, heartbeat_paths, read_heartbeat  # noqa: E402
 from elastictrain.kv.client import EtcdClient, EtcdError  # noqa: E402
 from elastictrain.kv.settings import EtcdSettings  # noqa: E402
 from elastictrain.supervisor.shared_keys import PREFIX  # noqa: E402
-from tests.nodes.cluster import Cluster, why_impossible  # noqa: E402
 from tests.nodes.job import PORT, Job  # noqa: E402
-from tests.nodes.node import Node  # noqa: E402
 
 STEPS = 10**6
 PAUSE_S = 0.005

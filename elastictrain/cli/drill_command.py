@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,14 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from elastictrain.cli.drill_list import show_list, wide_console
 from elastictrain.cli.job_dirs import JobDir, find_job_dir
 from elastictrain.cli.options import SetOption, StateDirOption
 from elastictrain.errors import DrillFailedError, StateDirError, UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from elastictrain.core.faults import Fault
+    from elastictrain.core.node_faults import NodeFault
     from elastictrain.drill.judge import Row
     from elastictrain.drill.settings import DrillJob
 
@@ -43,6 +42,16 @@ def drill(
     at_step: Annotated[
         int | None,
         typer.Option("--at-step", metavar="N", help="After how many steps the fault happens. Default: the middle."),
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            "--nodes",
+            metavar="N",
+            min=2,
+            help="Faults of several nodes: how many there are. Default: 2, or as many as the fault needs. With `all`: "
+            "these faults too, which it leaves out otherwise.",
+        ),
     ] = None,
     report: Annotated[
         Path | None, typer.Option("--report", metavar="DIR", help="Where the report goes. Default: the scratch folder.")
@@ -80,10 +89,16 @@ def drill(
     Example: elastictrain drill kill-rank stop-rank job.toml
     """
     if words == ["list"]:
-        _list(as_json)
+        show_list(as_json=as_json)
         return
     from elastictrain.core.fault_table import ALL, select
+    from elastictrain.core.node_faults import NODE_FAULTS, NODE_TABLE
 
+    if of_nodes := [word for word in words if word in NODE_FAULTS and (live is not None or words[0] == "soak")]:
+        raise UsageError(
+            f"{of_nodes[0]} is done to nodes of the drill's own, in a run of its own",
+            f"For example: elastictrain drill {of_nodes[0]} job.toml",
+        )
     if live is not None or state_dir is not None:
         where = find_job_dir(live, state_dir)
         faults = select(words)
@@ -98,13 +113,24 @@ def drill(
     from elastictrain.drill.settings import load_drill_job
 
     names = words[1:-1] if is_soak else words[:-1]
+    node_names = list(dict.fromkeys(name for name in names if name in NODE_FAULTS))
+    names = [name for name in names if name not in NODE_FAULTS]
+    if nodes is not None and ALL in names:
+        node_faults = list(NODE_TABLE)
+    elif nodes is not None and not node_names:
+        raise UsageError(
+            f"--nodes {nodes}: none of these faults is one of several nodes", f"These are: {', '.join(NODE_FAULTS)}."
+        )
+    else:
+        node_faults = [NODE_FAULTS[name] for name in node_names]
     by_name = select(name for name in names if name != ALL)
     job = load_drill_job(words[-1], overrides or [], steps=steps, at_step=at_step)
     places = Places(scratch, report, keep)
     if is_soak:
         _soak(job, by_name, places, with_all=ALL in names, for_=for_, mtbf=mtbf, seed=seed, as_json=as_json)
     else:
-        _drill(job, select(names), places, asked={fault.name for fault in by_name}, as_json=as_json)
+        asked = {fault.name for fault in by_name} | set(node_names)
+        _drill(job, select(names), node_faults, places, num_nodes=nodes, asked=asked, as_json=as_json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +148,31 @@ class Places:
     keep: bool
 
 
-def _drill(job: DrillJob, faults: list[Fault], places: Places, *, asked: set[str], as_json: bool) -> None:
+def _drill(
+    job: DrillJob,
+    faults: list[Fault],
+    node_faults: list[NodeFault],
+    places: Places,
+    *,
+    num_nodes: int | None,
+    asked: set[str],
+    as_json: bool,
+) -> None:
     from elastictrain.drill.exercise import Exercise
+    from elastictrain.drill.nodes.exercise import NodesExercise, nodes_refusal
     from elastictrain.drill.settings import refusal
 
     for fault in faults:
         if fault.name in asked and (why := refusal(fault, job)):
             raise UsageError(f"{fault.name}: {why}")
+    for each in node_faults:
+        if each.name in asked and (why := nodes_refusal(each, job, num_nodes or each.num_nodes)):
+            raise UsageError(f"{each.name}: {why}")
     with writing(places) as folder, ending_all():
         exercise = Exercise(job, folder, tell=_tell, keep=places.keep)
         rows = [exercise.run(fault) for fault in faults]
+        on_nodes = NodesExercise(job, folder, num_nodes=num_nodes, tell=_tell, keep=places.keep)
+        rows += [on_nodes.run(fault) for fault in node_faults]
         saved = _save(rows, about(job), asked, places, folder)
     _conclude(rows, about(job), saved, asked=asked, as_json=as_json)
 
@@ -222,7 +263,7 @@ def _conclude(
     if as_json:
         typer.echo(json.dumps(as_document(rows, facts, asked), indent=2))
     else:
-        print_table(rows, _console())
+        print_table(rows, wide_console())
         if saved is not None:
             typer.echo(f"Saved: {saved[0]} and {saved[1].name}")
     if failed := not_held(rows, asked):
@@ -290,30 +331,3 @@ def ending_all() -> Iterator[None]:
         end_descendants()
         for signum, handler in before.items():
             signal.signal(signum, handler)
-
-
-def _list(as_json: bool) -> None:
-    from elastictrain.core.fault_table import TABLE
-
-    if as_json:
-        fields = [
-            {"fault": f.name, "phase": f.phase.name.lower(), "expect": f.expect.value, "explanation": f.explanation}
-            for f in TABLE
-        ]
-        typer.echo(json.dumps(fields, indent=2))
-        return
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("fault", "what happens", "the job then", "live"):
-        table.add_column(name, no_wrap=name == "fault", overflow="fold")
-    for f in TABLE:
-        table.add_row(f.name, f.explanation, f.expect.value, "yes" if f.is_live else "")
-    _console().print(table)
-
-
-def _console() -> Console:
-    """As wide as the terminal; where there is none, as wide as the table."""
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 from elastictrain.core.faults import Action, Expect, Fault, Outside, Who
+from elastictrain.core.node_faults import NODE_FAULTS
 from elastictrain.core.phases import Phase
 from elastictrain.errors import UsageError
 
@@ -233,7 +234,7 @@ def select(names: Iterable[str]) -> list[Fault]:
     chosen: dict[str, Fault] = {}
     for name in names:
         if name not in BY_NAME and name not in GROUPS:
-            near = difflib.get_close_matches(name, [*BY_NAME, *GROUPS], n=1)
+            near = difflib.get_close_matches(name, [*BY_NAME, *GROUPS, *NODE_FAULTS], n=1)
             raise UsageError(
                 f"there is no fault {name}" + (f"; did you mean {near[0]}?" if near else ""),
                 "`elastictrain drill list` explains them all.",

@@ -6,16 +6,18 @@ Nothing in here knows what was done to the run. A drill of one fault (`drill.exe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from elastictrain.core.drill_verdict import Seen
 from elastictrain.core.events import Event, Kind
-from elastictrain.core.trajectory import Trajectory, survey
+from elastictrain.core.trajectory import RankTrace, Trajectory, survey
 from elastictrain.core.window import EpochTail
 from elastictrain.drill.compare import FinalState, first_difference
-from elastictrain.drill.trial import Trial
+from elastictrain.drill.settings import DrillJob
+from elastictrain.drill.trial import Said
 
 DETECTED = (
     Kind.INCIDENT_OPENED,
@@ -84,17 +86,36 @@ class Reference:
     started: dict[str, Any]
 
 
+class Remains(Protocol):
+    """What can be read of a run, on one node or on several."""
+
+    job: DrillJob
+    folder: Path
+
+    def traces(self) -> list[RankTrace]: ...
+
+    def step_lines(self) -> list[dict[str, Any]]: ...
+
+    def events(self, kinds: Collection[str] = ()) -> list[Event]: ...
+
+    def said_named(self, name: str) -> list[Said]: ...
+
+    def last_words(self) -> str: ...
+
+    def leftovers(self) -> str: ...
+
+
 class Evidence:
     """What one run left behind, read once.
 
     Args:
-        trial: the run; its supervisor has ended, or is given up.
+        trial: the run; what supervises it has ended, or is given up.
         exit_code: of its supervisor; None if it had not ended in time.
         reference: what its steps, and what it kept, are compared with.
         kept: the state that it kept; None if there is nothing that can be read: then nothing can be compared.
     """
 
-    def __init__(self, trial: Trial, exit_code: int | None, reference: Reference, kept: FinalState | None) -> None:
+    def __init__(self, trial: Remains, exit_code: int | None, reference: Reference, kept: FinalState | None) -> None:
         self.trial = trial
         self.kept = kept
         self.traces = trial.traces()
@@ -183,7 +204,7 @@ class Evidence:
         return round(min(recovered) - at_s, 3) if recovered else None
 
 
-def survived(trial: Trial) -> Trajectory:
+def survived(trial: Remains) -> Trajectory:
     """What survived of a run."""
     started = trial.said_named("training_started")
     drops = trial.job.config.data.epoch_tail is EpochTail.DROP

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -58,9 +59,11 @@ class DrillJob:
         """The same, with a snapshot of this step that is still there at the end."""
         return replace(self, snapshot_every_steps=step, keep_last=max(KEEP_LAST, self.steps // step + 1))
 
-    def arguments(self, state_dir: Path, store: Path, fault: Fault | None) -> list[str]:
+    def arguments(
+        self, state_dir: Path, store: Path, fault: Fault | None, more_overrides: Sequence[str] = ()
+    ) -> list[str]:
         """The command line of `elastictrain` that runs it."""
-        sets = [*self.overrides, *self._drill_overrides(store, fault)]
+        sets = [*self.overrides, *self._drill_overrides(store, fault), *more_overrides]
         options = [part for item in sets for part in ("--set", item)]
         return ["run", self.target, "--state-dir", str(state_dir), "--output", "json", *options]
 

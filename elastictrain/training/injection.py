@@ -156,6 +156,7 @@ class DrilledSession(Session):
                 _kill(supervisor_pid)
             case Action.HOLD:
                 while not self._drill.is_released(fault.id):
+                    self.beat()  # who holds is not hung, however long that takes
                     time.sleep(HOLD_POLL_S)
 
     def _kill_loader(self, fault: ArmedFault) -> None:

@@ -42,7 +42,7 @@ def tiny_job(folder: Path, world_size: int = 2, **sections: Mapping[str, Any]) -
         TASK,
         params={"pause_s": 0.02},
         train={"max_steps": 16, "global_batch_size": 4, "micro_batch_size": 1, **sections.pop("train", {})},
-        elastic={"nproc_per_node": world_size},
+        elastic={"nproc_per_node": world_size, **sections.pop("elastic", {})},
         supervisor={"min_step_timeout_s": 3.0, **sections.pop("supervisor", {})},
         checkpoint={"memory_path": str(folder / "shm"), **sections.pop("checkpoint", {})},
         **sections,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.etcd_cluster import free_ports
+from elastictrain.drill.nodes.etcd import free_ports
 from tests.process.helpers import wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from elastictrain.checkpoint.store import open_store
-from tests.nodes.cluster import Cluster
-from tests.nodes.node import Node
-from tests.nodes.process import NodeProcess
+from elastictrain.drill.nodes.cluster import Cluster
+from elastictrain.drill.nodes.node import Node
+from elastictrain.drill.nodes.process import NodeProcess
 from tests.nodes.tasks import HURRY_FILE
 from tests.process.helpers import ROOT, read_metrics, train, wait_until, write_job
 from tests.process.resume_helpers import kept, store_of

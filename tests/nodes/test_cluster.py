@@ -13,10 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elastictrain.drill.nodes.cluster import Cluster
+from elastictrain.drill.nodes.node import Node
+from elastictrain.drill.nodes.process import NodeProcess
+from elastictrain.errors import UsageError
 from tests.nodes.clock import shifted_clock
-from tests.nodes.cluster import Cluster, skip_unless_possible
-from tests.nodes.node import Node
-from tests.nodes.process import NodeProcess
+from tests.nodes.possible import skip_unless_possible
 from tests.process.helpers import ROOT, wait_until
 
 TALK = Path(__file__).with_name("talk.py")
@@ -217,7 +219,7 @@ def test_nothing_outlives_a_killed_test(tmp_path: Path, paused: bool) -> None:
 import sys, time
 from pathlib import Path
 from tests.nodes.clock import shifted_clock
-from tests.nodes.cluster import Cluster
+from elastictrain.drill.nodes.cluster import Cluster
 with Cluster(2, shared=[Path({str(tmp_path)!r})]) as cluster:
     for node in cluster:
         node.popen(["sleep", "987651"])
@@ -242,5 +244,5 @@ def test_what_cannot_start_says_why(tmp_path: Path) -> None:
     skip_unless_possible()
     cluster = Cluster(1, shared=[tmp_path])
     cluster.kept.append(Path("/tmp") / "never" / str(os.getpid()))
-    with pytest.raises(RuntimeError, match=r"(?s)node0 did not start: .*never"), cluster:
+    with pytest.raises(UsageError, match=r"(?s)node0 did not start: .*never"), cluster:
         pass

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from elastictrain.drill.nodes.cluster import Cluster
+from elastictrain.drill.nodes.etcd import EtcdOnNodes
+from elastictrain.drill.nodes.node import Node
 from elastictrain.kv.client import EtcdClient, EtcdError
-from tests.nodes.cluster import Cluster, skip_unless_possible
-from tests.nodes.etcd import EtcdOnNodes
-from tests.nodes.node import Node
+from tests.nodes.possible import skip_unless_possible
 from tests.process.etcd_cluster import NEEDS_ETCD
 from tests.process.helpers import wait_until
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.nodes.cluster import Cluster, skip_unless_possible
-from tests.nodes.process import NodeProcess
+from elastictrain.drill.nodes.cluster import Cluster
+from elastictrain.drill.nodes.process import NodeProcess
+from tests.nodes.possible import skip_unless_possible
 from tests.process.helpers import wait_until
 
 PAYLOAD = Path(__file__).with_name("gloo_payload.py")

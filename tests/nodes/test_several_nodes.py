@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elastictrain.drill.nodes.cluster import Cluster
 from tests.nodes.clock import shifted_clock
-from tests.nodes.cluster import Cluster, skip_unless_possible
 from tests.nodes.job import DEADLINE_S, PORT, Job
+from tests.nodes.possible import skip_unless_possible
 from tests.process.etcd_cluster import NEEDS_ETCD
 from tests.process.helpers import ROOT, read_json_lines, wait_until
 

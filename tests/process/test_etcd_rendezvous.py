@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
+from elastictrain.drill.nodes.etcd import Etcd
 from elastictrain.errors import ConfigError
 from elastictrain.kv.client import EtcdClient
 from elastictrain.kv.settings import EtcdSettings
@@ -37,7 +38,7 @@ from elastictrain.rendezvous.codec import decode, encode
 from elastictrain.rendezvous.entry import BACKEND
 from elastictrain.rendezvous.holder import EtcdStateHolder
 from tests.nodes.clock import shifted_clock
-from tests.process.etcd_cluster import NEEDS_ETCD, Cluster, etcd
+from tests.process.etcd_cluster import NEEDS_ETCD, etcd
 from tests.process.etcd_runs import runs
 from tests.process.helpers import descendants, wait_until
 
@@ -47,13 +48,13 @@ TTL_S = 7200
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
     """Three members that no test harms."""
     with etcd(tmp_path_factory.mktemp("shared")) as cluster:
         yield cluster
 
 
-def _backend(cluster: Cluster, run_id: str = "run", ttl_s: int = TTL_S, **settings: Any) -> EtcdBackend:
+def _backend(cluster: Etcd, run_id: str = "run", ttl_s: int = TTL_S, **settings: Any) -> EtcdBackend:
     return EtcdBackend(EtcdClient(cluster.settings(**settings)), run_id, ttl_s)
 
 
@@ -64,12 +65,12 @@ def _state(round_number: int, *addresses: str) -> bytes:
     return encode(state)
 
 
-def _write(cluster: Cluster, key: str, value: bytes) -> None:
+def _write(cluster: Etcd, key: str, value: bytes) -> None:
     client = EtcdClient(cluster.settings())
     client.put(key, value, client.grant_lease(TTL_S))
 
 
-def _delete(cluster: Cluster, key: str) -> None:
+def _delete(cluster: Etcd, key: str) -> None:
     body = {"key": base64.b64encode(key.encode()).decode()}
     assert urllib3.request("POST", f"{cluster.urls[0]}/v3/kv/deleterange", json=body).json()["deleted"] == "1"
 
@@ -77,7 +78,7 @@ def _delete(cluster: Cluster, key: str) -> None:
 # ---- one key, many writers
 
 
-def test_only_who_knows_the_present_state_may_change_it(shared: Cluster) -> None:
+def test_only_who_knows_the_present_state_may_change_it(shared: Etcd) -> None:
     one, two = _backend(shared, "swap"), _backend(shared, "swap")
     assert one.get_state() is None
 
@@ -94,7 +95,7 @@ def test_only_who_knows_the_present_state_may_change_it(shared: Cluster) -> None
     assert one.get_state() == second[:2]
 
 
-def test_of_two_writers_at_once_exactly_one_wins_each_time(shared: Cluster) -> None:
+def test_of_two_writers_at_once_exactly_one_wins_each_time(shared: Etcd) -> None:
     writers = [_backend(shared, "race") for _ in range(2)]
     token = None
     with ThreadPoolExecutor(len(writers)) as pool:
@@ -107,7 +108,7 @@ def test_of_two_writers_at_once_exactly_one_wins_each_time(shared: Cluster) -> N
             token = answers[0][1]
 
 
-def test_a_write_whose_answer_was_lost_counts_as_written(shared: Cluster) -> None:
+def test_a_write_whose_answer_was_lost_counts_as_written(shared: Etcd) -> None:
     backend = _backend(shared, "lost")
     first = backend.set_state(_state(0, "a"))
     assert first is not None
@@ -116,7 +117,7 @@ def test_a_write_whose_answer_was_lost_counts_as_written(shared: Cluster) -> Non
     assert backend.set_state(_state(1, "a"), first[1]) == second
 
 
-def test_a_key_that_is_gone_is_told_from_one_that_was_changed(shared: Cluster) -> None:
+def test_a_key_that_is_gone_is_told_from_one_that_was_changed(shared: Etcd) -> None:
     backend = _backend(shared, "gone")
     first = backend.set_state(_state(0, "a"))
     assert first is not None
@@ -127,7 +128,7 @@ def test_a_key_that_is_gone_is_told_from_one_that_was_changed(shared: Cluster) -
     assert again[2]
 
 
-def test_a_state_that_etcd_has_lost_is_written_again_from_a_nodes_copy(shared: Cluster) -> None:
+def test_a_state_that_etcd_has_lost_is_written_again_from_a_nodes_copy(shared: Etcd) -> None:
     node = _NodeDesc("a", 1, 0)
     minute = timedelta(minutes=1)
     settings = RendezvousSettings(
@@ -148,7 +149,7 @@ def test_a_state_that_etcd_has_lost_is_written_again_from_a_nodes_copy(shared: C
     assert set(stored.last_heartbeats) == {node}
 
 
-def test_the_keys_of_a_run_go_with_its_lease_and_another_lease_is_taken(shared: Cluster) -> None:
+def test_the_keys_of_a_run_go_with_its_lease_and_another_lease_is_taken(shared: Etcd) -> None:
     backend = _backend(shared, "leased", ttl_s=1)
     assert backend.set_state(_state(0, "a"))
     backend.publish_store(0, RoundStore(node="a_1_0", host="127.0.0.1", port=1))
@@ -158,7 +159,7 @@ def test_the_keys_of_a_run_go_with_its_lease_and_another_lease_is_taken(shared: 
     assert answer[2]
 
 
-def test_one_run_cannot_reach_into_the_keys_of_another(shared: Cluster) -> None:
+def test_one_run_cannot_reach_into_the_keys_of_another(shared: Etcd) -> None:
     outer, inner = _backend(shared, "a"), _backend(shared, "a/store/0")
     inner.set_state(_state(3, "x"))
     assert outer.find_store(0) is None
@@ -168,7 +169,7 @@ def test_one_run_cannot_reach_into_the_keys_of_another(shared: Cluster) -> None:
 @pytest.mark.parametrize(
     "value", [b"", b"garbage", b"{}", pickle.dumps(_RendezvousState()), pickle.dumps(print)], ids=repr
 )
-def test_what_is_no_state_is_refused_with_the_name_of_the_key(shared: Cluster, value: bytes) -> None:
+def test_what_is_no_state_is_refused_with_the_name_of_the_key(shared: Etcd, value: bytes) -> None:
     backend = _backend(shared, "refused")
     _write(shared, backend.key, value)
     for request in (backend.get_state, lambda: backend.set_state(_state(0), None)):
@@ -179,7 +180,7 @@ def test_what_is_no_state_is_refused_with_the_name_of_the_key(shared: Cluster, v
         backend.find_store(0)
 
 
-def test_a_pickled_state_is_not_written(shared: Cluster) -> None:
+def test_a_pickled_state_is_not_written(shared: Etcd) -> None:
     backend = _backend(shared, "pickled")
     with pytest.raises(RendezvousStateError):
         backend.set_state(pickle.dumps(_RendezvousState()))
@@ -229,7 +230,7 @@ def test_a_member_is_killed_the_leader_stands_still_and_all_are_gone(tmp_path: P
         assert backend.get_state() == (state, token)
 
 
-def _answers(cluster: Cluster, member: int) -> bool:
+def _answers(cluster: Etcd, member: int) -> bool:
     try:
         EtcdBackend(EtcdClient(EtcdSettings(endpoints=(cluster.urls[member],))), "any", TTL_S).get_state()
     except RendezvousConnectionError:
@@ -349,7 +350,7 @@ def test_certificates_and_a_password_by_options(tmp_path: Path) -> None:
 # ---- under torchrun
 
 
-def test_torch_finds_the_handler_by_its_entry_point(shared: Cluster) -> None:
+def test_torch_finds_the_handler_by_its_entry_point(shared: Etcd) -> None:
     (found,) = entry_points(group="torchrun.handlers", name=BACKEND)
     handler = found.load()()(RendezvousParameters(BACKEND, shared.endpoint, "entry", 1, 2, timeout=900))
     assert handler.get_backend() == BACKEND
@@ -358,14 +359,14 @@ def test_torch_finds_the_handler_by_its_entry_point(shared: Cluster) -> None:
     assert not handler.is_closed()
 
 
-def _stored(cluster: Cluster, run_id: str) -> _RendezvousState:
+def _stored(cluster: Etcd, run_id: str) -> _RendezvousState:
     found = _backend(cluster, run_id).get_state()
     assert found is not None
     return decode(found[0], run_id)
 
 
 @pytest.mark.long
-def test_a_group_restarts_with_a_new_store_and_finishes(tmp_path: Path, shared: Cluster) -> None:
+def test_a_group_restarts_with_a_new_store_and_finishes(tmp_path: Path, shared: Etcd) -> None:
     with runs(tmp_path, shared.endpoint, "2") as run:
         run.start_agent()
         run.start_agent()
@@ -417,7 +418,7 @@ def test_training_goes_on_without_etcd_and_a_restart_waits_for_it(tmp_path: Path
 
 
 @pytest.mark.long
-def test_the_agent_that_serves_the_store_is_killed_and_another_joins(tmp_path: Path, shared: Cluster) -> None:
+def test_the_agent_that_serves_the_store_is_killed_and_another_joins(tmp_path: Path, shared: Etcd) -> None:
     with runs(tmp_path, shared.endpoint, "1:2") as run:
         agents = {run.start_agent().pid: run.agents[0], run.start_agent().pid: run.agents[1]}
         group = run.wait_group(2, set())
@@ -435,7 +436,7 @@ def test_the_agent_that_serves_the_store_is_killed_and_another_joins(tmp_path: P
 
 
 @pytest.mark.long
-def test_nodes_whose_clocks_are_wrong(tmp_path: Path, shared: Cluster) -> None:
+def test_nodes_whose_clocks_are_wrong(tmp_path: Path, shared: Etcd) -> None:
     """One whose clock is ahead has set the deadline of the round, and died.
 
     By the clock of the next it is two hours away. Then one comes whose clock is right, and neither takes the other for

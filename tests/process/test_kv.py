@@ -24,6 +24,7 @@ import urllib3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from elastictrain.drill.nodes.etcd import free_ports
 from elastictrain.errors import BusyError, ConfigError, UsageError
 from elastictrain.kv import server as server_module
 from elastictrain.kv.address import listen
@@ -39,7 +40,7 @@ from elastictrain.kv.server import MAX_BODY_BYTES, StoreServer
 from elastictrain.kv.settings import EtcdSettings
 from elastictrain.kv.store import Store
 from elastictrain.logs import make_logger
-from tests.process.etcd_cluster import NEEDS_ETCD, etcd, free_ports
+from tests.process.etcd_cluster import NEEDS_ETCD, etcd
 from tests.process.helpers import wait_until
 from tests.process.store_server import COMMAND, Served, store_server
 

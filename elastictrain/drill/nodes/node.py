@@ -1,11 +1,12 @@
 """One host of a cluster: namespaces of its own for network, PIDs, mounts, host name and IPC.
 
-What is shared with the others is the disk, but for /tmp, /run and /dev/shm, which are lost when the node dies; the
-folders that the cluster was given are seen everywhere, as on a network file system.
+What is shared with the others is the disk, but for /dev/shm, /run and, as a rule, /tmp, which are lost when the node
+dies; the folders that the cluster was given are seen everywhere, as on a network file system.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -18,14 +19,19 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
-from tests.nodes.process import NodeProcess
+from elastictrain.drill.nodes.process import NodeProcess
+from elastictrain.errors import DrillError, UsageError
 
 if TYPE_CHECKING:
-    from tests.nodes.cluster import Cluster
+    from elastictrain.drill.nodes.cluster import Cluster
 
 INIT = Path(__file__).with_name("init.py")
 _CLONE_NEWNET = 0x40000000
 T = TypeVar("T")
+
+
+class NodesError(UsageError):
+    """This machine cannot have several hosts."""
 
 
 class Namespaces:
@@ -40,10 +46,16 @@ class Namespaces:
         command = ["unshare", *arguments, "--pid", "--fork", "--mount-proc", "--kill-child"]
         command += [sys.executable, "-I", str(INIT), json.dumps(specification)]
         pipe = subprocess.PIPE
-        self._unshare = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        # A Ctrl-C is for this process, which takes everything down in order.
+        self._unshare = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
         assert self._unshare.stdout is not None
         if self._unshare.stdout.readline() != "ready\n":
-            raise RuntimeError(f"{specification['hostname']} did not start: {self._unshare.communicate()[1]}")
+            why = self._unshare.communicate()[1].strip()
+            raise NodesError(
+                f"{specification['hostname']} did not start: {why}", "Namespaces need root, with all its rights."
+            )
         self.init = psutil.Process(self._unshare.pid).children()[0].pid
         """Its process 1, as this machine numbers it."""
 
@@ -59,7 +71,8 @@ class Namespaces:
 
     def kill(self) -> None:
         """SIGKILL to process 1, as when the power fails: the kernel does the same to all the others."""
-        psutil.Process(self.init).kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(self.init).kill()
 
     def wait(self) -> None:
         """Until nothing is left of it."""
@@ -106,16 +119,24 @@ class Node:
 
         Args:
             args: the program and its arguments.
-            env: its environment; default: the test's own.
+            env: its environment; default: that of this process.
             cwd: where it starts; default: /.
             stdout: as for `subprocess.Popen`.
             stderr: as for `subprocess.Popen`.
         """
-        # A go-between that was stopped with its program must not outlive the test: the node could not end either.
+        # A go-between that was stopped with its program must not outlive this process: the node could not end either.
         command = ["setpriv", "--pdeathsig", "KILL"]
         command += self.namespaces.enter("--all", f"--wd={cwd or '/'}", "--", *map(str, args))
         process = NodeProcess(
-            subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, text=True)
+            subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,
+            )
         )
         self._processes.append(process)
         return process
@@ -123,14 +144,18 @@ class Node:
     def run(self, args: Sequence[str | Path], *, check: bool = True, deadline_s: float = 60.0) -> str:
         """Runs a program here to its end; returns its standard output, stripped."""
         command = self.namespaces.enter("--all", "--wd=/", "--", *map(str, args))
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=deadline_s
-        )
-        assert not check or done.returncode == 0, f"{self.name}: {args}: {done.stdout}{done.stderr}"
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=deadline_s
+            )
+        except subprocess.TimeoutExpired as error:
+            raise DrillError(f"{self.name}: {' '.join(command)} did not end within {deadline_s:g} s") from error
+        if check and done.returncode != 0:
+            raise DrillError(f"{self.name}: {' '.join(command)} failed: {done.stdout}{done.stderr}")
         return done.stdout.strip()
 
     def call(self, function: Callable[[], T]) -> T:
-        """Calls a function of the test's on this node's network: sockets that it makes are the node's."""
+        """Calls a function of this process's on this node's network: sockets that it makes are the node's."""
         path = f"/proc/{self.namespaces.init}/ns/net"
 
         def inside() -> T:
@@ -164,6 +189,7 @@ class Node:
         specification = {
             "hostname": self.name,
             "hosts": self._cluster.hosts,
+            "own": list(self._cluster.own),
             "kept": [str(path) for path in self._cluster.kept],
         }
         self._namespaces = Namespaces(["--net", "--mount", "--uts", "--ipc"], specification)

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from itertools import product
 from typing import TYPE_CHECKING
 
-from tests.nodes.node import Namespaces
+from elastictrain.drill.nodes.node import Namespaces, NodesError
 
 if TYPE_CHECKING:
-    from tests.nodes.node import Node
+    from elastictrain.drill.nodes.node import Node
 
 BRIDGE = "bridge0"
 NIC = "eth0"
@@ -25,7 +25,9 @@ class Network:
     """Bridge and cables."""
 
     def __init__(self, name: str) -> None:
-        self._namespaces = Namespaces(["--net", "--mount", "--uts"], {"hostname": name, "hosts": "", "kept": []})
+        self._namespaces = Namespaces(
+            ["--net", "--mount", "--uts"], {"hostname": name, "hosts": "", "own": ["/tmp", "/run"], "kept": []}
+        )
         self._cuts: set[frozenset[int]] = set()
         self._nodes: dict[int, Node] = {}
         # Without the spanning tree protocol a port forwards as soon as it is plugged in.
@@ -97,4 +99,7 @@ def _ip(namespaces: Namespaces, *commands: str, may_fail: bool = False) -> None:
         text=True,
         check=False,
     )
-    assert may_fail or done.returncode == 0, f"{commands}: {done.stdout}{done.stderr}"
+    if done.returncode != 0 and not may_fail:
+        raise NodesError(
+            f"the network of the nodes cannot be set up: {done.stderr.strip()}", f"ip: {'; '.join(commands)}"
+        )

@@ -1,4 +1,4 @@
-"""A program on a node, as the test holds it.
+"""A program on a node, as whoever started it holds it.
 
 `nsenter` stands between the two: it cannot enter a PID namespace itself, so it starts the program as its child there,
 waits for it, and ends as that ends. Signals must therefore go to the child.
@@ -8,11 +8,28 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import time
+from collections.abc import Callable
 from typing import IO, Any
 
 import psutil
 
-from tests.process.helpers import wait_until
+DEADLINE_S = 60.0
+POLL_S = 0.01
+
+
+def wait_until(condition: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
+    """Waits until `condition()` is true and returns its value.
+
+    Raises:
+        TimeoutError: it was not, for `deadline_s`.
+    """
+    end_s = time.monotonic() + deadline_s
+    while not (value := condition()):
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"not within {deadline_s} s: {condition}")
+        time.sleep(POLL_S)
+    return value
 
 
 class NodeProcess:

@@ -6,7 +6,7 @@
         second.kill()
 
 Hosts are namespaces (`node.py`, `network.py`) and need root, util-linux and iproute2. All of it is held by processes
-that end with the test process, however that ends; nothing of it is on this machine's network, among its mounts or in
+that end with this one, however that ends; nothing of it is on this machine's network, among its mounts or in
 its folders.
 """
 
@@ -19,12 +19,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
-import pytest
+from elastictrain.drill.nodes.etcd import EtcdOnNodes
+from elastictrain.drill.nodes.network import Network
+from elastictrain.drill.nodes.node import Node
 
-from tests.nodes.etcd import EtcdOnNodes
-from tests.nodes.network import Network
-from tests.nodes.node import Node
-from tests.process.helpers import ROOT
+_CODE = Path(__file__).parents[3]
+"""The nodes must find what runs here."""
 
 
 def why_impossible() -> str:
@@ -37,11 +37,6 @@ def why_impossible() -> str:
     return ""
 
 
-def skip_unless_possible() -> None:
-    if why := why_impossible():
-        pytest.skip(why)
-
-
 class Cluster:
     """Hosts node0, node1, … on one network, all of them up.
 
@@ -49,18 +44,25 @@ class Cluster:
         num_nodes: how many.
         shared: folders that all of them see under the same path, as on a network file system. (All but /tmp, /run and
             /dev/shm is seen anyway.)
+        own: folders that are empty at first on every node, and its own, but for what is shared.
     """
 
-    def __init__(self, num_nodes: int, shared: Sequence[Path] = ()) -> None:
-        self.kept = [Path(path).resolve() for path in (*shared, ROOT, sys.prefix, sys.base_prefix)]
+    def __init__(self, num_nodes: int, shared: Sequence[Path] = (), own: Sequence[str] = ("/tmp", "/run")) -> None:
+        self.own = tuple(own)
+        self.kept = [path.resolve() for path in (*shared, _CODE, Path(sys.prefix), Path(sys.base_prefix))]
         self.nodes = [Node(self, index) for index in range(num_nodes)]
         names = [f"{node.address} {node.name}\n" for node in self.nodes]
         self.hosts = "".join(["127.0.0.1 localhost\n", *names])
         """Text of every node's /etc/hosts."""
-        self.network: Network
+        self._network: Network | None = None
+
+    @property
+    def network(self) -> Network:
+        assert self._network is not None, "the cluster is down"
+        return self._network
 
     def __enter__(self) -> Cluster:
-        self.network = Network(f"network-{os.getpid()}")
+        self._network = Network(f"network-{os.getpid()}")
         try:
             for node in self.nodes:
                 node.boot()
@@ -78,7 +80,9 @@ class Cluster:
         for node in self.nodes:
             if node.is_up:
                 node.kill()
-        self.network.destroy()
+        if self._network is not None:
+            self._network.destroy()
+            self._network = None
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes)

@@ -5,11 +5,12 @@ specification is JSON:
 
     hostname    the node's name
     hosts       text of its /etc/hosts
-    kept        folders that stay visible, though /tmp and /run are otherwise the node's own
+    own         folders that are empty at first, and the node's own; /run must be one of them
+    kept        folders in them that stay visible all the same
 
-It says "ready" on standard output. The other end of its standard input is the test's: when the test process dies, of
-whatever, so does process 1, and with it, as the kernel has it, every process of the node, and its namespaces. Nothing
-of a node is anywhere else; so nothing can be left.
+It says "ready" on standard output. The other end of its standard input is held by whoever made the node: when that
+process dies, of whatever, so does process 1, and with it, as the kernel has it, every process of the node, and its
+namespaces. Nothing of a node is anywhere else; so nothing can be left.
 """
 
 import json
@@ -20,7 +21,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-OWN = ("/tmp", "/run")
 STAGE = "/mnt"
 
 
@@ -44,7 +44,7 @@ def main() -> None:
     specification = json.loads(sys.argv[1])
     socket.sethostname(specification["hostname"])
     mount("-t", "tmpfs", "-o", "mode=1777", "node", "/dev/shm")
-    for folder in OWN:
+    for folder in specification["own"]:
         make_own(folder, specification["kept"])
     hosts = Path("/run/hosts")
     hosts.write_text(specification["hosts"])

@@ -1,0 +1,1 @@
+"""Several hosts on one machine: what drills, and tests, of jobs on several nodes run on."""
