@@ -21,7 +21,7 @@ from tests.process.helpers import wait_until
 STEPS = 400
 SHARED = "/snapshots"
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 def job(**params: Any) -> str:
@@ -55,6 +55,7 @@ def steps(shared: Path) -> list[int]:
     return [json.loads(line)[1] for line in lines]
 
 
+@pytest.mark.long
 def test_a_pod_is_deleted_and_another_takes_its_place(tmp_path: Path) -> None:
     """It begins with empty volumes, finds the run in the store, and goes on without a step done twice or left out."""
     shared = tmp_path / "shared"
@@ -70,6 +71,7 @@ def test_a_pod_is_deleted_and_another_takes_its_place(tmp_path: Path) -> None:
     assert steps(shared) == list(range(STEPS))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", ["Job", "StatefulSet"])
 def test_a_job_that_is_halted(kind: str, tmp_path: Path) -> None:
     """A Job's pod ends, with the code that has the Job fail; a StatefulSet's stays up for somebody to look."""

@@ -30,8 +30,8 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.mark.long
 def test_whatever_happens_to_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    """Killed and booted, cut off and healed, stopped and woken, drained and resumed, with wrong clocks, and one with more
-    ranks than the others: one job goes through all of it."""
+    """Killed and booted, cut off and healed, stopped and woken, drained and resumed, with wrong clocks, and one with
+    more ranks than the others: one job goes through all of it."""
     first, second, third = cluster
     job = Job(cluster, tmp_path)
     job.start(first)
@@ -312,7 +312,7 @@ def test_wrong_clocks_change_nothing(cluster: Cluster, tmp_path: Path) -> None:
     job.assert_exact(tmp_path, num_again=1)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_node_with_another_job_file_is_refused_by_name(cluster: Cluster, tmp_path: Path) -> None:
     first, second, _ = cluster
     job = Job(cluster, tmp_path)
@@ -403,7 +403,7 @@ def start_with_an_agent_that_stops(cluster: Cluster, folder: Path) -> Job:
     return job
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_an_agent_that_hangs_in_a_call_of_the_store_is_ended_after_its_limit(cluster: Cluster, tmp_path: Path) -> None:
     first, second, _ = cluster
     job = start_with_an_agent_that_stops(cluster, tmp_path)

@@ -382,7 +382,7 @@ def test_a_group_restarts_with_a_new_store_and_finishes(tmp_path: Path, shared: 
     assert stored.round == 4
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_training_goes_on_without_etcd_and_a_restart_waits_for_it(tmp_path: Path) -> None:
     (tmp_path / "etcd").mkdir()
     with etcd(tmp_path / "etcd") as cluster, runs(tmp_path, cluster.endpoint, "2") as run:
@@ -435,7 +435,7 @@ def test_the_agent_that_serves_the_store_is_killed_and_another_joins(tmp_path: P
         run.finish(survivor, joined)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_nodes_whose_clocks_are_wrong(tmp_path: Path, shared: Etcd) -> None:
     """One whose clock is ahead has set the deadline of the round, and died.
 

@@ -105,7 +105,7 @@ def test_dropped_packets_and_a_name_server_that_is_silent(tmp_path: Path) -> Non
     assert "http://192.0.2.9:2379: no answer within 0.5 s; http://etcd.example.org:2379: no answer" in done.stdout, done
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @NEEDS_ETCD
 def test_training_goes_on_while_all_of_etcd_is_silent(tmp_path: Path) -> None:
     """A restart waits until it speaks again; an end does not."""

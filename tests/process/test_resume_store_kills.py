@@ -114,7 +114,7 @@ def test_cut_off_at_every_point_of_a_folder(tmp_path: Path) -> None:
     sweep(tmp_path, [f"{point}:1" for point in IN_FOLDERS], is_object_store=False, num_steps=60)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_cut_off_at_every_point_of_a_folder_many_times(tmp_path: Path) -> None:
     """48 kills."""
@@ -123,7 +123,7 @@ def test_cut_off_at_every_point_of_a_folder_many_times(tmp_path: Path) -> None:
     sweep(tmp_path, kills, is_object_store=False, num_steps=600)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_cut_off_at_every_point_of_an_object_store(tmp_path: Path) -> None:
     """50 kills."""
