@@ -46,7 +46,7 @@ def test_every_fault_of_several_nodes(tmp_path: Path) -> None:
     assert [path.name for path in scratch.iterdir() if path.is_dir()] == []
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_bits_that_may_differ_between_world_sizes_are_not_compared(tmp_path: Path) -> None:
     """The job begins with more nodes than it can go on with all the same; where the world stays, bits are compared."""
@@ -72,7 +72,7 @@ class MyTask(Task):
 """
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_a_job_whose_numbers_depend_on_the_world_size_fails_and_says_where(tmp_path: Path) -> None:
     skip_unless_possible()
