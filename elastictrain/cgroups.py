@@ -1,8 +1,9 @@
 """A control group for every worker group, where one can be made (cgroups(7), version 2): whatever its processes start
 belongs to it, however it hides, and one write ends all of it.
 
-The agent makes the group, below its own, and enters it; its ranks and all that they start are born there. The persister
-leaves it, for it may outlive them. What it is called stands in the incarnation's folder, for whoever has to end it:
+The agent makes the group, below its own, and enters it; its ranks and all that they start are born there. A rank takes
+the persister out, for it may outlive them. What it is called stands in the incarnation's folder, for whoever has to end
+it:
 
     runs/0001/cgroup        the group's folder
 
@@ -56,12 +57,12 @@ def enter(run_dir: Path) -> Path | None:
     return made
 
 
-def leave(run_dir: Path) -> None:
-    """Moves this process out of its incarnation's group, to where that was made."""
+def take_out(run_dir: Path, pid: int) -> None:
+    """Moves a process out of an incarnation's group, to where that was made."""
     group = group_of(run_dir)
     if group is not None:
         with contextlib.suppress(OSError):
-            _move_to(group.parent)
+            _move_to(group.parent, pid)
 
 
 def group_of(run_dir: Path) -> Path | None:
@@ -100,8 +101,8 @@ def _is_populated(group: Path) -> bool:
     return False
 
 
-def _move_to(group: Path) -> None:
-    (group / "cgroup.procs").write_text(str(os.getpid()))
+def _move_to(group: Path, pid: int | None = None) -> None:
+    (group / "cgroup.procs").write_text(str(os.getpid() if pid is None else pid))
 
 
 def _own_group() -> Path | None:

@@ -22,13 +22,10 @@ import sys
 import threading
 import time
 from dataclasses import asdict
-from pathlib import Path
 
 import psutil
 
-from elastictrain import cgroups
 from elastictrain.checkpoint.persist_loop import PersisterSettings, PersistLoop, Report, Request
-from elastictrain.protocol import ENV_RUN_DIR
 
 STALLED_EXIT_CODE = 75  # EX_TEMPFAIL
 NICENESS = 10
@@ -93,8 +90,6 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda _signum, _frame: _told_to_end.set())
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-    if run_dir := os.environ.get(ENV_RUN_DIR):
-        cgroups.leave(Path(run_dir))
     first = sys.stdin.readline()
     if not first:
         return

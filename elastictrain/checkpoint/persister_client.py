@@ -16,10 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from elastictrain import cgroups
 from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
 from elastictrain.checkpoint.persist_loop import PersisterSettings, PersistLoop, Report, Request
+from elastictrain.protocol import ENV_RUN_DIR
 
 FIRST_RESTART_PAUSE_S = 0.2
 LONGEST_RESTART_PAUSE_S = 30.0
@@ -232,6 +235,9 @@ class Persister:
                 bufsize=1,
                 start_new_session=True,
             )
+        if run_dir := os.environ.get(ENV_RUN_DIR):
+            # At once: a rank that fails may leave it something to do before it has begun.
+            cgroups.take_out(Path(run_dir), process.pid)
         with self._changed:
             self._process = process
             self._send({"configure": {**asdict(self._settings), "storage_options": _plain(self._settings)}})

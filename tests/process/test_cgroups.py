@@ -66,7 +66,7 @@ def test_a_sweep_ends_whoever_is_in_the_group_and_removes_it(tmp_path: Path, run
 
 
 def test_one_may_leave(run_dir: Path) -> None:
-    script = IN_A_GROUP.replace("print(", "cgroups.leave(Path(sys.argv[1])); print(")
+    script = IN_A_GROUP.replace("print(", "import os; cgroups.take_out(Path(sys.argv[1]), os.getpid()); print(")
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(run_dir)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -485,10 +485,11 @@ def test_a_reader_that_does_not_read_does_not_hold_up_the_end(tmp_path: Path) ->
 
 
 def room_in(pipe: Any) -> int:
-    """Bytes that fit in a pipe before who writes must wait; less than a page does not count."""
+    """Bytes that fit in a pipe before who writes must wait, at least: each of its pages ends in room that was too small
+    for a line."""
     held = array.array("i", [0])
     fcntl.ioctl(pipe.fileno(), termios.FIONREAD, held)
-    return max(0, fcntl.fcntl(pipe.fileno(), fcntl.F_GETPIPE_SZ) - held[0] - 4096)
+    return max(0, fcntl.fcntl(pipe.fileno(), fcntl.F_GETPIPE_SZ) * 3 // 4 - held[0])
 
 
 # ---- commands
