@@ -227,7 +227,7 @@ def test_a_link_that_is_healed_at_once_is_as_if_nothing_was(cluster: Cluster, tm
     job.assert_exact(tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_the_job_waits_for_the_host_of_the_store_and_says_so(cluster: Cluster, tmp_path: Path) -> None:
     first, second, _ = cluster
     job = Job(cluster, tmp_path)
@@ -363,7 +363,7 @@ def test_with_etcd_no_host_is_special(cluster: Cluster, tmp_path: Path, fault: s
     job.assert_exact(tmp_path, num_again=1)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_partition_between_two_that_both_see_the_store(cluster: Cluster, tmp_path: Path) -> None:
     """Each of the two is alive for everybody, and still they cannot train together: the job must not stand for ever."""
     first, second, third = cluster

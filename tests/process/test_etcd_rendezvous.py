@@ -417,7 +417,7 @@ def test_training_goes_on_without_etcd_and_a_restart_waits_for_it(tmp_path: Path
         run.finish(*run.agents)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_the_agent_that_serves_the_store_is_killed_and_another_joins(tmp_path: Path, shared: Etcd) -> None:
     with runs(tmp_path, shared.endpoint, "1:2") as run:
         agents = {run.start_agent().pid: run.agents[0], run.start_agent().pid: run.agents[1]}

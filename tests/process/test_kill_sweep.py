@@ -116,7 +116,7 @@ def test_killed_at_random_times(tmp_path):
     kill_at_random(tmp_path, 4, seed=time.time_ns())
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_killed_at_random_times_many_times(tmp_path):
     kill_at_random(tmp_path, NUM_LONG_RANDOM, seed=time.time_ns())
