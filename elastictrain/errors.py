@@ -143,6 +143,10 @@ class DrillError(ElasticTrainError):
     exit_code = 70  # EX_SOFTWARE
 
 
+class NodesError(UsageError):
+    """This machine cannot have nodes of namespaces."""
+
+
 class DrillFailedError(ElasticTrainError):
     """A drill does not hold: the job would not have survived that fault as promised."""
 
@@ -208,6 +212,7 @@ BY_NAME: dict[str, type[ElasticTrainError]] = {
         UnsafePathError,
         NoPermissionError,
         DrillError,
+        NodesError,
         DrillFailedError,
         SnapshotMismatchError,
         HaltError,

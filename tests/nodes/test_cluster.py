@@ -146,7 +146,7 @@ def test_a_killed_node_sends_no_farewell(cluster: Cluster, tmp_path: Path) -> No
     processes = server.processes()
 
     server.kill()
-    assert not any(p.is_running() for p in processes)
+    assert not any(map(lives, processes))
     before = retransmitted(client)
     wait_until(lambda: retransmitted(client) > before)
     assert talk.client.poll() is None, "the client was told"

@@ -17,11 +17,10 @@ from elastictrain.drill.compare import newest_state, state_of_step
 from elastictrain.drill.exercise import MIN_DEADLINE_S, REFERENCE_DEADLINE_S
 from elastictrain.drill.judge import Evidence, Reference, Row, survived
 from elastictrain.drill.nodes.cluster import why_impossible
-from elastictrain.drill.nodes.node import NodesError
 from elastictrain.drill.nodes.strike import Struck, strike
 from elastictrain.drill.nodes.trial import NodesTrial
 from elastictrain.drill.settings import DrillJob
-from elastictrain.errors import DrillError, ElasticTrainError, MissingInputError
+from elastictrain.errors import DrillError, ElasticTrainError, MissingInputError, NodesError
 
 AT = "at"
 """The hold in which the fault happens."""

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from itertools import product
 from typing import TYPE_CHECKING
 
-from elastictrain.drill.nodes.node import Namespaces, NodesError
+from elastictrain.drill.nodes.node import Namespaces
+from elastictrain.errors import NodesError
 
 if TYPE_CHECKING:
     from elastictrain.drill.nodes.node import Node

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 import psutil
 
 from elastictrain.drill.nodes.process import NodeProcess
-from elastictrain.errors import DrillError, UsageError
+from elastictrain.errors import DrillError, NodesError
 
 if TYPE_CHECKING:
     from elastictrain.drill.nodes.cluster import Cluster
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 INIT = Path(__file__).with_name("init.py")
 _CLONE_NEWNET = 0x40000000
 T = TypeVar("T")
-
-
-class NodesError(UsageError):
-    """This machine cannot have several hosts."""
 
 
 class Namespaces:
