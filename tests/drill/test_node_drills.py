@@ -27,7 +27,7 @@ WORLDS = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_every_fault_of_several_nodes(tmp_path: Path) -> None:
     skip_unless_possible()

@@ -75,7 +75,7 @@ def test_whatever_happens_to_nodes(cluster: Cluster, tmp_path: Path) -> None:
     job.assert_exact(tmp_path, num_again=3)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @NEEDS_ETCD
 def test_whatever_happens_to_etcd(cluster: Cluster, tmp_path: Path) -> None:
     """All of it is gone for a while, its leader stands still, a member dies with its node: whoever trains, trains."""

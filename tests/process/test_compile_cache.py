@@ -47,7 +47,7 @@ def built(state: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in (state / "compile-cache").rglob("*.so")}
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 @pytest.mark.parametrize("fast_restart", [True, False], ids=["forked", "started anew"])
 def test_a_new_worker_group_compiles_nothing_again(tmp_path: Path, fast_restart: bool) -> None:

@@ -365,7 +365,7 @@ def _stored(cluster: Etcd, run_id: str) -> _RendezvousState:
     return decode(found[0], run_id)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_group_restarts_with_a_new_store_and_finishes(tmp_path: Path, shared: Etcd) -> None:
     with runs(tmp_path, shared.endpoint, "2") as run:
         run.start_agent()

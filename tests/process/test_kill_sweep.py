@@ -88,7 +88,7 @@ def test_killed_at_every_point(tmp_path):
     check_no_leftovers(tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_killed_at_every_point_many_times(tmp_path):
     kills = sweep_points(tmp_path, NUM_LONG_PASSES)

@@ -141,7 +141,7 @@ def test_an_outage_costs_nothing_but_time(s3, url, tier, tmp_path):
     outage(s3, url, tier, tmp_path, 2.0)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_an_outage_of_twenty_seconds(s3, url, tier, tmp_path):
     outage(s3, url, tier, tmp_path, 20.0)
 
@@ -178,6 +178,6 @@ def test_a_run_that_goes_on_from_s3_and_bears_an_outage_is_the_uninterrupted_one
     train_through(s3, url, tmp_path, 2.0)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_run_bears_an_outage_of_twenty_seconds(s3, url, tmp_path):
     train_through(s3, url, tmp_path, 20.0)
