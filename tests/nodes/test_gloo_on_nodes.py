@@ -54,6 +54,7 @@ def test_ranks_meet_at_the_address_of_their_host_name(cluster: Cluster, tmp_path
         assert said(tmp_path, node.index)[0] == f"peers {cluster[1 - node.index].address}"
 
 
+@pytest.mark.soak
 def test_a_host_name_that_means_loopback_needs_the_name_of_the_interface(cluster: Cluster, tmp_path: Path) -> None:
     """As Debian has it: /etc/hosts gives the host's own name the address 127.0.1.1."""
     for node in cluster:
