@@ -16,7 +16,7 @@ from pathlib import Path
 from elastictrain.cgroups import CGROUP_FILE
 from elastictrain.cgroups import end as end_group
 from elastictrain.heartbeat import Heartbeat, heartbeat_paths, read_heartbeat
-from elastictrain.procs import all_pids, command_of, environment_of, read_stat, send_signal
+from elastictrain.procs import all_pids, command_of, environment_of, read_living, read_stat, send_signal
 from elastictrain.protocol import ENV_RUN_DIR, RUNS_DIR
 
 LEAVE_S = 1.5
@@ -44,8 +44,8 @@ class Leftover:
 def leftovers(folder: Path) -> Iterator[Leftover]:
     """The processes of the incarnations under a folder, or of the one that it is; not this one, nor persisters."""
     for pid in all_pids():
-        stat = read_stat(pid)
-        if stat is None or stat.state in ("Z", "X") or pid == os.getpid():
+        stat = read_living(pid)
+        if stat is None or pid == os.getpid():
             continue
         run_dir = environment_of(pid).get(ENV_RUN_DIR)
         if run_dir and Path(run_dir).is_relative_to(folder) and _PERSISTER_MODULE not in command_of(pid):
@@ -106,7 +106,6 @@ class Farewell:
         return min(self._grace_s, LEAVE_S) if is_stuck else self._grace_s
 
     def _is_there(self, pid: int) -> bool:
-        stat = read_stat(pid)
-        if stat is None or stat.state in ("Z", "X"):
+        if read_living(pid) is None:
             return False
         return environment_of(pid).get(ENV_RUN_DIR) == str(self._run_dir)

@@ -188,6 +188,12 @@ def read_stat(pid: int) -> ProcessStat | None:
     return ProcessStat(fields[0].decode(), int(fields[1]), cpu_s, int(fields[19]))
 
 
+def read_living(pid: int) -> ProcessStat | None:
+    """As `read_stat`; None also for a process that has ended and only waits to be collected."""
+    stat = read_stat(pid)
+    return stat if stat is not None and stat.state not in ("Z", "X") else None
+
+
 def boot_id() -> str:
     """Which boot of the machine this is; "" where the kernel does not say."""
     with contextlib.suppress(OSError):
@@ -218,13 +224,8 @@ class Identity:
     @property
     def is_there(self) -> bool:
         """Whether the process still runs."""
-        stat = read_stat(self.pid)
-        return (
-            self.boot == boot_id()[:8]
-            and stat is not None
-            and stat.started_ticks == self.started_ticks
-            and stat.state not in ("Z", "X")
-        )
+        stat = read_living(self.pid)
+        return self.boot == boot_id()[:8] and stat is not None and stat.started_ticks == self.started_ticks
 
 
 def catches(pid: int, signum: int) -> bool:

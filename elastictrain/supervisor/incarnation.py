@@ -17,7 +17,7 @@ from typing import Any
 from elastictrain.core.policy import RankEnd
 from elastictrain.folders import numbered_folders
 from elastictrain.leftovers import LOOK_S, Farewell, sweep
-from elastictrain.procs import all_pids, environment_of, oom_kills, read_stat
+from elastictrain.procs import all_pids, environment_of, oom_kills, read_living, read_stat
 from elastictrain.protocol import (
     BOARD_FILE,
     EXITS_FILE,
@@ -184,8 +184,8 @@ class Incarnation:
 
     def is_rank(self, pid: int) -> bool:
         """Whether a process is a child of the agent: a pid alone may be somebody else's by now."""
-        stat = read_stat(pid)
-        return stat is not None and stat.parent_pid == self.agent_pid and stat.state not in ("Z", "X")
+        stat = read_living(pid)
+        return stat is not None and stat.parent_pid == self.agent_pid
 
     def kill(self) -> None:
         """Ends the agent and all ranks, at once; where no agent has come up, what was to start it."""

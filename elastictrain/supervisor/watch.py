@@ -8,7 +8,7 @@ from pathlib import Path
 from elastictrain.core.liveness import ProcessState, RankSeen
 from elastictrain.core.phases import Phase
 from elastictrain.heartbeat import Heartbeat, HeartbeatReader, heartbeat_paths
-from elastictrain.procs import read_stat
+from elastictrain.procs import read_living, read_stat
 
 NS_PER_S = 1e9
 CPU_SAMPLE_S = 0.5
@@ -90,8 +90,8 @@ def process_state(pid: int, parent_pid: int | None) -> ProcessState:
         pid: of the rank.
         parent_pid: of its agent: the child of another is another process that got the same pid.
     """
-    stat = read_stat(pid)
-    if stat is None or stat.state in ("Z", "X") or stat.parent_pid != parent_pid:
+    stat = read_living(pid)
+    if stat is None or stat.parent_pid != parent_pid:
         return ProcessState.GONE
     return ProcessState.STOPPED if stat.state in ("T", "t") else ProcessState.RUNNING
 

@@ -17,7 +17,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from elastictrain.heartbeat import heartbeat_paths, read_heartbeat
-from elastictrain.procs import read_stat
+from elastictrain.procs import read_living
 from elastictrain.protocol import error_path
 
 GOING_S = 1.0
@@ -64,8 +64,7 @@ def has_gone(run_dir: Path, rank: int) -> bool:
         return False
     deadline_s = time.monotonic() + GOING_S
     while not error_path(run_dir, rank).exists():
-        found = read_stat(beat.pid)
-        if found is None or found.state in ("Z", "X"):
+        if read_living(beat.pid) is None:
             return True
         if time.monotonic() > deadline_s:
             return False

@@ -22,7 +22,7 @@ from types import FrameType
 
 from elastictrain.core.phases import Phase
 from elastictrain.heartbeat import heartbeat_paths, read_heartbeat
-from elastictrain.procs import ALARM_S, outlive_parent, read_stat
+from elastictrain.procs import ALARM_S, outlive_parent, read_living
 from elastictrain.protocol import error_path
 from elastictrain.training.peers import hang_up
 from elastictrain.training.session import Session
@@ -126,7 +126,7 @@ class Termination:
             beat = read_heartbeat(path)
             if beat is None or beat.phase is Phase.EXIT:
                 continue
-            stat = read_stat(beat.pid)
-            if stat is None or stat.state in ("Z", "X") or stat.parent_pid != self._parent_pid:
+            stat = read_living(beat.pid)
+            if stat is None or stat.parent_pid != self._parent_pid:
                 return True
         return False
