@@ -198,6 +198,11 @@ class Group:
     hosts: tuple[str, ...] = ()
     addresses: tuple[str, ...] = ()
 
+    @classmethod
+    def alone(cls, attempt: str, *, world_size: int, host: str) -> Group:
+        """That of a job with one node."""
+        return cls(attempt, world_size=world_size, hosts=(host,), addresses=(LOOPBACK,))
+
     @property
     def others(self) -> frozenset[str]:
         """Addresses of the other nodes."""

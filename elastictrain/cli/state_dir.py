@@ -26,7 +26,6 @@ from elastictrain.folders import last_number, numbered_folders
 from elastictrain.protocol import (
     BOARD_FILE,
     LOCK_FILE,
-    LOOPBACK,
     RUNS_DIR,
     SNAPSHOTS_DIR,
     Group,
@@ -48,12 +47,7 @@ def group_of(plan: Plan, place: int) -> Group:
     """The worker group of a plan, as the node at a place sees it."""
     members = plan.members
     if len(members) == 1:
-        return Group(
-            plan.attempt,
-            world_size=plan.world_size,
-            hosts=(members[0].host,),
-            addresses=(LOOPBACK,),
-        )
+        return Group.alone(plan.attempt, world_size=plan.world_size, host=members[0].host)
     return Group(
         plan.attempt,
         node=place,
@@ -65,6 +59,28 @@ def group_of(plan: Plan, place: int) -> Group:
         store_port=members[0].store_port,
         hosts=tuple(member.host for member in members),
         addresses=tuple(member.address for member in members),
+    )
+
+
+def _identity(
+    config: JobConfig, run_id: str, kept_size: int | None, source: SnapshotSource | None, world_size: int
+) -> JobIdentity:
+    """The identity of a job whose first worker group has, or had, so many ranks.
+
+    Raises:
+        ConfigError: the batch sizes do not fit together or the number of ranks.
+    """
+    batch = resolve_batch(
+        micro_batch_size=config.train.micro_batch_size,
+        global_batch_size=config.train.global_batch_size,
+        accumulation_steps=config.train.accumulation_steps,
+        world_size=world_size,
+        kept_global_batch_size=kept_size,
+    )
+    return JobIdentity(
+        run_id=run_id,
+        global_batch_size=batch.global_batch_size if config.train.global_batch_size is None else None,
+        source=source,
     )
 
 
@@ -149,12 +165,10 @@ class StateDir:
         options = options if options is not None else StartOptions()
         if assignment is None or assignment.plan is None:
             number = self.last_number + 1
-            num_ranks = job.config.elastic.nproc_per_node
-            group = Group(
+            group = Group.alone(
                 f"{job.config.name}-{number}-{secrets.token_hex(3)}",
-                world_size=num_ranks,
-                hosts=(socket.gethostname(),),
-                addresses=(LOOPBACK,),
+                world_size=job.config.elastic.nproc_per_node,
+                host=socket.gethostname(),
             )
             return self._new_incarnation(job, self._identify(job.config, options), options, number, group)
         plan = assignment.plan
@@ -171,10 +185,9 @@ class StateDir:
             StorageError: the store of snapshots cannot be reached.
         """
         run_id, kept_size, source, goes_on = self._run_of(config, options)
-        if options.source is not None and not goes_on:
-            run_id = run_id or secrets.token_hex(4)
-            self._pin(options.source, run_id, config)
         run_id = run_id or secrets.token_hex(4)
+        if options.source is not None and not goes_on:
+            self._pin(options.source, run_id, config)
         self._note_fence(config, run_id)
         return Lineage(
             run_id,
@@ -189,22 +202,11 @@ class StateDir:
     def _adopt(self, config: JobConfig, plan: Plan) -> JobIdentity:
         """Takes on what the nodes have agreed on."""
         lineage = plan.lineage
-        batch = resolve_batch(
-            micro_batch_size=config.train.micro_batch_size,
-            global_batch_size=config.train.global_batch_size,
-            accumulation_steps=config.train.accumulation_steps,
-            world_size=plan.world_size,
-            kept_global_batch_size=lineage.global_batch_size,
-        )
-        identity = JobIdentity(
-            run_id=lineage.run_id,
-            global_batch_size=batch.global_batch_size if config.train.global_batch_size is None else None,
-            source=SnapshotSource(lineage.source_url, lineage.source_run_id, lineage.source_step)
-            if lineage.source_url
-            else None,
-        )
-        if identity != JobIdentity.read(self.path):
-            identity.write(self.path)
+        source = None
+        if lineage.source_url:
+            source = SnapshotSource(lineage.source_url, lineage.source_run_id, lineage.source_step)
+        identity = _identity(config, lineage.run_id, lineage.global_batch_size, source, plan.world_size)
+        self._keep(identity)
         return identity
 
     def _run_of(
@@ -231,25 +233,18 @@ class StateDir:
     def _identify(self, config: JobConfig, options: StartOptions) -> JobIdentity:
         """The job's identity, on one node."""
         run_id, kept_size, source, goes_on = self._run_of(config, options)
-        batch = resolve_batch(
-            micro_batch_size=config.train.micro_batch_size,
-            global_batch_size=config.train.global_batch_size,
-            accumulation_steps=config.train.accumulation_steps,
-            world_size=config.elastic.nproc_per_node,
-            kept_global_batch_size=kept_size,
-        )
-        identity = JobIdentity(
-            run_id=run_id or secrets.token_hex(4),
-            global_batch_size=batch.global_batch_size if config.train.global_batch_size is None else None,
-            source=source,
-        )
+        run_id = run_id or secrets.token_hex(4)
+        identity = _identity(config, run_id, kept_size, source, config.elastic.nproc_per_node)
         if options.source is not None and not goes_on:
             # Before anything of the new run is durable, the old run's retention must not take its beginning away. The
             # pin comes first: a run that knows its source can rely on it.
-            self._pin(options.source, identity.run_id, config)
+            self._pin(options.source, run_id, config)
+        self._keep(identity)
+        return identity
+
+    def _keep(self, identity: JobIdentity) -> None:
         if identity != JobIdentity.read(self.path):
             identity.write(self.path)
-        return identity
 
     def _store(self, config: JobConfig) -> Store:
         return open_store(config.checkpoint.url or self.path / SNAPSHOTS_DIR, config.checkpoint.storage_options)
