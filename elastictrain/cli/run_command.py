@@ -18,7 +18,7 @@ from elastictrain.logs import make_logger
 
 if TYPE_CHECKING:
     from elastictrain.supervisor.incarnation import Incarnation
-    from elastictrain.supervisor.team import Assignment
+    from elastictrain.supervisor.team import Assignment, Team
 
 
 def run(
@@ -93,7 +93,6 @@ def run(
 
     from elastictrain.checkpoint.secrets import redact_url
     from elastictrain.cli.lineage import find_source, with_patience
-    from elastictrain.cli.nodes import make_team
     from elastictrain.cli.state_dir import StartOptions, StateDir
     from elastictrain.core.lifecycle import State
     from elastictrain.core.past import Past
@@ -137,7 +136,11 @@ def run(
         # A new run has no past, whatever else was in this directory.
         past = Past() if is_new else read_past(state.path, report_steps=config.metrics.every_steps)
         record = Record(state.path, config.name)
-        team = make_team(loaded, state, lineage, record) if config.elastic.has_peers else None
+        team: Team | None = None
+        if config.elastic.has_peers:
+            from elastictrain.cli.nodes import make_team  # a job on one node need not wait for these imports
+
+            team = make_team(loaded, state, lineage, record)
         settings = ControlSettings(config.supervisor.control_group, metrics_port=config.supervisor.metrics_port)
         first = state.last_number + (0 if prepared else 1)
         with closing(record), Showing(_view(output, config.name, first)) as showing:

@@ -12,10 +12,10 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from elastictrain import __version__
 from elastictrain.config.schema import JobConfig
@@ -37,6 +37,8 @@ from elastictrain.supervisor.output import Event, Line
 from elastictrain.supervisor.remembered import Said
 from elastictrain.supervisor.settings import budget_of
 from elastictrain.supervisor.team import Alone, Assignment, Team
+
+_T = TypeVar("_T")
 
 ASK_INTERVAL_S = 0.05
 TELL_ALL_S = 2.0
@@ -101,8 +103,6 @@ class Supervisor:
         self._state = State.STARTING
         self._reason = "the first worker group is being started"
         self._life: Life | None = None
-        self._number = 0
-        self._attempt: str | None = None
         self._world_size: int | None = None
         self._times = StepTimes()
         self._budget = budget_of(config)
@@ -169,7 +169,7 @@ class Supervisor:
             error = problem if isinstance(problem, ElasticTrainError) else _unwritable(self._state_dir, problem)
             if assignment.listener is not None:
                 assignment.listener.close()
-            if self._number == 0:
+            if self._chronicle.incarnation == 0:
                 raise error from problem
             self._failed(_cannot_prepare(error), None)
             await self._pause()
@@ -178,9 +178,8 @@ class Supervisor:
             incarnation.close()
             self._ended_on_request(None)
             return
-        self._number = incarnation.number
-        self._attempt, self._world_size = incarnation.group.attempt, incarnation.group.world_size
-        self._chronicle.incarnation, self._chronicle.attempt = self._number, self._attempt
+        self._world_size = incarnation.group.world_size
+        self._chronicle.incarnation, self._chronicle.attempt = incarnation.number, incarnation.group.attempt
         self._life = Life(
             incarnation,
             self._config,
@@ -207,20 +206,14 @@ class Supervisor:
         if isinstance(self._team, Alone):
             return await self._team.assemble()
         self._team.stand(Standing.WARMING, "its processes are being started")
-        steps = asyncio.create_task(self._until_assembled())
-        try:
-            while not steps.done():
-                changed = asyncio.create_task(self._wait_for_change(ASSEMBLY_LOOK_S))
-                await asyncio.wait({steps, changed}, return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
-                if self._state not in lifecycle.RUNNING:
-                    return None
-                if not steps.done() and self._team.waits_for:
-                    self._reason = self._team.waits_for
+        assembled = await self._unless_ending(self._until_assembled(), self._say_what_is_waited_for)
+        if assembled is not None:
             self._reason = "the ranks are being started"
-            return steps.result()
-        finally:
-            steps.cancel()
+        return assembled
+
+    def _say_what_is_waited_for(self) -> None:
+        if self._team.waits_for:
+            self._reason = self._team.waits_for
 
     async def _until_assembled(self) -> Assignment:
         await self._launcher.ready()
@@ -273,15 +266,29 @@ class Supervisor:
 
     async def _finish(self) -> bool:
         """All ranks here are done: waits until the job is, or somebody wants no more waiting."""
-        finishing = asyncio.create_task(self._team.finish())
+        is_done = await self._unless_ending(self._team.finish())
+        return is_done if is_done is not None else True
+
+    async def _unless_ending(
+        self, waiting: Coroutine[Any, Any, _T], look: Callable[[], None] = lambda: None
+    ) -> _T | None:
+        """What is waited for; None if told to stop, or to drain, meanwhile.
+
+        Args:
+            waiting: for other nodes; given up then.
+            look: called now and then.
+        """
+        task = asyncio.create_task(waiting)
         try:
-            while not finishing.done() and self._state not in lifecycle.ENDING:
+            while not task.done() and self._state in lifecycle.RUNNING:
                 changed = asyncio.create_task(self._wait_for_change(ASSEMBLY_LOOK_S))
-                await asyncio.wait({finishing, changed}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({task, changed}, return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
-            return finishing.result() if finishing.done() else True
+                if not task.done():
+                    look()
+            return task.result() if task.done() else None
         finally:
-            finishing.cancel()
+            task.cancel()
 
     def _ended_on_request(self, outcome: dict[str, Any] | None) -> None:
         reason = outcome["reason"] if outcome is not None else f"{self._reason}, before there was anything new to keep"
@@ -357,7 +364,7 @@ class Supervisor:
         if life.all_train and self._state in (State.STARTING, State.RECOVERING) and self._restart_reason is None:
             self._has_trained = True
             self._move(Trigger.RANKS_TRAINED, "all ranks train")
-            self._emit("ranks_training", incarnation=self._number, global_step=reached)
+            self._emit("ranks_training", incarnation=self._chronicle.incarnation, global_step=reached)
         if reached is not None:
             self._furthest = max(reached, self._furthest or 0)
 
@@ -392,7 +399,7 @@ class Supervisor:
         if self._state in lifecycle.RUNNING:
             self._restart_reason = reason
             self._move(Trigger.RESTART_ASKED, reason)
-        self._emit("worker_group_abandoned", incarnation=self._number, reason=reason)
+        self._emit("worker_group_abandoned", incarnation=self._chronicle.incarnation, reason=reason)
         self._life.abandon()
 
     def stop_with_all(self, reason: str) -> None:
@@ -516,8 +523,8 @@ class Supervisor:
             reason=self._reason,
             global_step=reached if reached is not None else self._furthest,
             max_steps=self._said.max_steps,
-            incarnation=self._number or None,
-            attempt=self._attempt,
+            incarnation=self._chronicle.incarnation or None,
+            attempt=self._chronicle.attempt,
             world_size=self._world_size if self._world_size is not None else self._said.world_size,
             ranks=ranks,
             nodes=self._team.nodes,
