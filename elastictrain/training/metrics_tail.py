@@ -6,9 +6,34 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 BLOCK_BYTES = 1 << 20
+
+
+def records_backwards(metrics: Path, kind: str) -> Iterator[dict[str, Any]]:
+    """The records of a kind, last first; what is torn is left out.
+
+    Args:
+        metrics: the file; need not exist.
+        kind: such as "step".
+
+    Raises:
+        OSError: it is there and cannot be read.
+    """
+    mark = json.dumps(kind).encode()
+    try:
+        with metrics.open("rb") as file:
+            for line in _backwards(file):
+                if mark in line:
+                    try:
+                        record = json.loads(line)
+                    except ValueError:
+                        continue
+                    if isinstance(record, dict) and record.get("kind") == kind:
+                        yield record
+    except FileNotFoundError:
+        return
 
 
 def last_step_of(metrics: Path, incarnation: int) -> int:
@@ -19,22 +44,17 @@ def last_step_of(metrics: Path, incarnation: int) -> int:
         incarnation: the newest that may have written.
     """
     try:
-        with metrics.open("rb") as file:
-            for line in backwards(file):
-                if b'"step"' not in line:
-                    continue
-                try:
-                    record = json.loads(line)
-                    if record["kind"] == "step":
-                        return int(record["step"]) if record["incarnation"] == incarnation else 0
-                except (ValueError, KeyError, TypeError):
-                    continue  # torn, or not ours
+        for record in records_backwards(metrics, "step"):
+            try:
+                return int(record["step"]) if record["incarnation"] == incarnation else 0
+            except (ValueError, KeyError, TypeError):
+                continue  # not ours
     except OSError:
         pass
     return 0
 
 
-def backwards(file: BinaryIO) -> Iterator[bytes]:
+def _backwards(file: BinaryIO) -> Iterator[bytes]:
     """The lines, last first."""
     end, rest = file.seek(0, os.SEEK_END), b""
     while end:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from elastictrain.training.collectives import broadcast_bytes
 from elastictrain.training.device import Place
-from elastictrain.training.metrics_tail import backwards
+from elastictrain.training.metrics_tail import records_backwards
 
 
 def find_evaluation(metrics: Path, run_id: str, global_step: int) -> dict[str, float] | None:
@@ -22,22 +22,15 @@ def find_evaluation(metrics: Path, run_id: str, global_step: int) -> dict[str, f
         run_id: only lines of this run count, since a folder may have seen several.
         global_step: the step.
     """
-    try:
-        with metrics.open("rb") as file:
-            for line in backwards(file):
-                if b'"eval"' not in line:
-                    continue
-                try:
-                    record = json.loads(line)
-                    if record["kind"] != "eval" or record["run_id"] != run_id or record["step"] > global_step:
-                        continue
-                    if record["step"] < global_step:
-                        return None  # it was never so far, or has gone back since
-                    return {str(name): float(value) for name, value in record["values"].items()}
-                except (ValueError, KeyError, TypeError, AttributeError):
-                    continue  # torn, or not ours
-    except FileNotFoundError:
-        pass
+    for record in records_backwards(metrics, "eval"):
+        try:
+            if record["run_id"] != run_id or record["step"] > global_step:
+                continue
+            if record["step"] < global_step:
+                return None  # it was never so far, or has gone back since
+            return {str(name): float(value) for name, value in record["values"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # not ours
     return None
 
 

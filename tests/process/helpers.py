@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,26 +28,13 @@ import tomli_w
 from elastictrain.checkpoint import faults
 from elastictrain.cli.state_dir import StartOptions, StateDir
 from elastictrain.config import load_job
+from elastictrain.drill.nodes.process import DEADLINE_S as DEADLINE_S
+from elastictrain.drill.nodes.process import wait_until as wait_until
 from elastictrain.protocol import ENV_RUN_DIR, METRICS_FILE, OUTCOME_FILE, ErrorReport, read_error_reports
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 60.0
 
 Sections = Mapping[str, Mapping[str, Any]]
-
-
-def wait_until(condition: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
-    """Waits until `condition()` is true and returns its value.
-
-    Raises:
-        TimeoutError: it was not, for `deadline_s`.
-    """
-    end_s = time.monotonic() + deadline_s
-    while not (value := condition()):
-        if time.monotonic() > end_s:
-            raise TimeoutError(f"not within {deadline_s} s: {condition}")
-        time.sleep(0.01)
-    return value
 
 
 # ---- jobs
