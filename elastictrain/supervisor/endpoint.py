@@ -10,6 +10,7 @@ import psutil
 
 from elastictrain.config.schema import ElasticConfig
 from elastictrain.errors import ConfigError
+from elastictrain.interfaces import interface_of
 from elastictrain.kv.settings import EtcdSettings, parse_settings
 
 _NOWHERE = "192.0.2.1"
@@ -92,8 +93,7 @@ def _addresses(host: str) -> list[str]:
 
 
 def _is_mine(address: str) -> bool:
-    own = {each.address.partition("%")[0] for found in psutil.net_if_addrs().values() for each in found}
-    return address in own or _is_loopback(address)
+    return _is_loopback(address) or interface_of(address) is not None
 
 
 def _is_loopback(address: str) -> bool:

@@ -19,10 +19,9 @@ import signal
 import sys
 from pathlib import Path
 
-import psutil
-
 from elastictrain import cgroups
 from elastictrain.config.schema import JobConfig
+from elastictrain.interfaces import interface_of
 from elastictrain.procs import die_with_parent
 from elastictrain.protocol import ENV_RUN_DIR, EXITS_FILE, LOG_DIR, RunSpec, write_json
 
@@ -79,14 +78,6 @@ def prepare(run_dir: Path) -> RunSpec:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(run_dir / "nccl-record-"))
     return spec
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface that has an address; None if none has, as behind a translation of addresses."""
-    for name, found in psutil.net_if_addrs().items():
-        if any(each.address.partition("%")[0] == address for each in found):
-            return str(name)
-    return None
 
 
 def leave_signals_to_ranks() -> None:

@@ -88,6 +88,12 @@ class Job:
                     stderr=output,
                 )
 
+    def train_on(self, *nodes: Node) -> None:
+        """Starts it on these nodes, and waits until they have done some steps together."""
+        self.start(*nodes)
+        self.wait_world_size(nodes[0], len(nodes))
+        self.wait_steps(3)
+
     def output(self, node: Node) -> Path:
         return self.folder / f"output-{node.name}.txt"
 

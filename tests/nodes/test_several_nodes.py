@@ -132,9 +132,7 @@ def test_nodes_may_have_different_numbers_of_ranks(cluster: Cluster, tmp_path: P
 def test_a_killed_node_is_done_without(cluster: Cluster, tmp_path: Path) -> None:
     first, second, _ = cluster
     job = Job(cluster, tmp_path)
-    job.start(first, second)
-    job.wait_world_size(first, 2)
-    job.wait_steps(3)
+    job.train_on(first, second)
     second.kill()
     job.wait_world_size(first, 1)
     job.wait_steps(3)
@@ -147,9 +145,7 @@ def test_what_nodes_keep_of_a_failure_is_gone_at_the_end(cluster: Cluster, tmp_p
     """Not only on rank zero's: the memory of a node is not for a job that is over."""
     first, second, third = cluster
     job = Job(cluster, tmp_path)
-    job.start(first, second, third)
-    job.wait_world_size(first, 3)
-    job.wait_steps(3)
+    job.train_on(first, second, third)
     third.kill()
     job.wait_world_size(first, 2)
     assert all(node.run(["find", "/dev/shm", "-name", "manifest.json"]) for node in (first, second))
@@ -163,9 +159,7 @@ def test_what_nodes_keep_of_a_failure_is_gone_at_the_end(cluster: Cluster, tmp_p
 def test_a_killed_node_that_boots_is_taken_in_again(cluster: Cluster, tmp_path: Path) -> None:
     first, second, third = cluster
     job = Job(cluster, tmp_path)
-    job.start(first, second, third)
-    job.wait_world_size(first, 3)
-    job.wait_steps(3)
+    job.train_on(first, second, third)
     third.kill()
     job.wait_world_size(first, 2)
     third.boot()
@@ -180,9 +174,7 @@ def test_a_killed_node_that_boots_is_taken_in_again(cluster: Cluster, tmp_path: 
 def test_a_node_that_joins_costs_no_step(cluster: Cluster, tmp_path: Path) -> None:
     first, second, _ = cluster
     job = Job(cluster, tmp_path)
-    job.start(first)
-    job.wait_world_size(first, 1)
-    job.wait_steps(3)
+    job.train_on(first)
     job.start(second)
     job.wait_world_size(first, 2)
     job.finish(first, second)
@@ -193,9 +185,7 @@ def test_a_node_that_joins_costs_no_step(cluster: Cluster, tmp_path: Path) -> No
 def test_who_has_the_store_goes_on_when_the_link_is_cut(cluster: Cluster, tmp_path: Path) -> None:
     first, second, _ = cluster
     job = Job(cluster, tmp_path)
-    job.start(first, second)
-    job.wait_world_size(first, 2)
-    job.wait_steps(3)
+    job.train_on(first, second)
     second.cut()
     job.wait_world_size(first, 1)
     # The one that is cut off has let its rank go, and does not train by itself.
@@ -213,9 +203,7 @@ def test_who_has_the_store_goes_on_when_the_link_is_cut(cluster: Cluster, tmp_pa
 def test_a_link_that_is_healed_at_once_is_as_if_nothing_was(cluster: Cluster, tmp_path: Path) -> None:
     first, second, _ = cluster
     job = Job(cluster, tmp_path, elastic={"node_timeout_s": 60.0})
-    job.start(first, second)
-    job.wait_world_size(first, 2)
-    job.wait_steps(3)
+    job.train_on(first, second)
     attempt = job.status(first)["attempt"]
     before = first.tcp_counter("RetransSegs")
     second.cut()
@@ -248,9 +236,7 @@ def test_a_paused_node_is_done_without_and_comes_back(cluster: Cluster, tmp_path
     """A node that stands still as a whole cannot know that it did: it must find out before it does any harm."""
     first, second, _ = cluster
     job = Job(cluster, tmp_path)
-    job.start(first, second)
-    job.wait_world_size(first, 2)
-    job.wait_steps(3)
+    job.train_on(first, second)
     second.pause()
     job.wait_world_size(first, 1)
     job.wait_steps(3)
@@ -264,9 +250,7 @@ def test_a_paused_node_is_done_without_and_comes_back(cluster: Cluster, tmp_path
 def test_a_drained_node_leaves_at_a_step_boundary_and_comes_back(cluster: Cluster, tmp_path: Path) -> None:
     first, second, _ = cluster
     job = Job(cluster, tmp_path)
-    job.start(first, second)
-    job.wait_world_size(first, 2)
-    job.wait_steps(3)
+    job.train_on(first, second)
     job.tell(second, "drain")
     assert job.status(second)["state"] == "drained"
     job.wait_world_size(first, 1)
@@ -284,9 +268,7 @@ def test_a_supervisor_that_ends_closes_nothing_for_the_others(
 ) -> None:
     first, second, third = cluster
     job = Job(cluster, tmp_path)
-    job.start(first, second, third)
-    job.wait_world_size(first, 3)
-    job.wait_steps(3)
+    job.train_on(first, second, third)
     job.processes[third.index].send_signal(number)
     job.wait_world_size(first, 2)
     job.start(third)
