@@ -1,4 +1,4 @@
-"""How to reach etcd: what `--rdzv-endpoint` and `--rdzv-conf` say, checked before anything is tried."""
+"""How to reach etcd: an endpoint and its options, of torchrun or of job.toml, checked before anything is tried."""
 
 from __future__ import annotations
 
@@ -48,86 +48,100 @@ class EtcdSettings:
     """How long the keys of a run stay after the last write to them."""
 
 
+@dataclass(frozen=True)
+class Names:
+    """What the user calls the two places where settings are given: for errors."""
+
+    endpoint: str
+    options: str
+
+
+TORCHRUN = Names("--rdzv-endpoint", "--rdzv-conf")
+
+
 def parse_settings(
-    endpoint: str, options: Mapping[str, Any], environment: Mapping[str, str] = os.environ
+    endpoint: str,
+    options: Mapping[str, Any],
+    environment: Mapping[str, str] = os.environ,
+    names: Names = TORCHRUN,
 ) -> EtcdSettings:
-    """The settings of `--rdzv-endpoint` and `--rdzv-conf`.
+    """The settings of an endpoint and its options.
 
     Raises:
         ConfigError: something in them cannot be meant.
     """
-    _known(options)
+    _known(options, names)
     files: dict[str, Any] = {
-        name: _file(name, options[name]) for name in ("ca_cert", "cert", "key") if options.get(name)
+        name: _file(name, options[name], names) for name in ("ca_cert", "cert", "key") if options.get(name)
     }
     if ("cert" in files) != ("key" in files):
-        raise ConfigError("--rdzv-conf gives one of `cert` and `key`", "a client's certificate needs both files")
-    endpoints = tuple(_url(part.strip(), tls=bool(files)) for part in endpoint.split(","))
+        raise ConfigError(f"{names.options} gives one of `cert` and `key`", "a client's certificate needs both files")
+    endpoints = tuple(_url(part.strip(), names, tls=bool(files)) for part in endpoint.split(","))
     if files and any(url.startswith("http:") for url in endpoints):
         raise ConfigError(
-            f"--rdzv-endpoint {endpoint!r} names http://, and --rdzv-conf gives certificates",
+            f"{names.endpoint} {endpoint!r} names http://, and {names.options} gives certificates",
             "write https://, or leave the scheme out",
         )
     user = options.get("user")
     return EtcdSettings(
         endpoints=endpoints,
         user=user,
-        password=_password(user, options, environment),
-        request_timeout_s=_seconds(options, "request_timeout_s", DEFAULT_REQUEST_TIMEOUT_S, smallest=0.1),
-        lease_ttl_s=int(_seconds(options, "lease_ttl_s", DEFAULT_LEASE_TTL_S, smallest=60)),
+        password=_password(user, options, environment, names),
+        request_timeout_s=_seconds(options, names, "request_timeout_s", DEFAULT_REQUEST_TIMEOUT_S, smallest=0.1),
+        lease_ttl_s=int(_seconds(options, names, "lease_ttl_s", DEFAULT_LEASE_TTL_S, smallest=60)),
         **files,
     )
 
 
-def _known(options: Mapping[str, Any]) -> None:
+def _known(options: Mapping[str, Any], names: Names) -> None:
     if "password" in options:
         raise ConfigError(
-            "--rdzv-conf holds `password`, where torchrun logs it and `ps` shows it",
+            f"{names.options} holds `password`, where torchrun logs it and `ps` shows it",
             f"put it into a file and give `password_file=PATH`, or into the variable {PASSWORD_VARIABLE}",
         )
     unknown = sorted(set(options) - _TORCHS_OWN - _OURS)
     if unknown:
         raise ConfigError(
-            f"--rdzv-conf holds what elastictrain-etcd does not know: {', '.join(unknown)}",
+            f"{names.options} holds what elastictrain-etcd does not know: {', '.join(unknown)}",
             f"known are: {', '.join(sorted(_TORCHS_OWN | _OURS))}",
         )
 
 
-def _url(endpoint: str, *, tls: bool) -> str:
+def _url(endpoint: str, names: Names, *, tls: bool) -> str:
     default_scheme = "https" if tls else "http"
-    hint = "give --rdzv-endpoint HOST:PORT[,HOST:PORT...]"
+    hint = f"give {names.endpoint} HOST:PORT[,HOST:PORT...]"
     try:
         parts = urlsplit(endpoint if "://" in endpoint else f"{default_scheme}://{endpoint}")
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise ConfigError(f"--rdzv-endpoint holds {endpoint!r}: {error}", hint) from error
+        raise ConfigError(f"{names.endpoint} holds {endpoint!r}: {error}", hint) from error
     if parts.username is not None or parts.password is not None:
         raise ConfigError(
-            "--rdzv-endpoint holds a user or a password", "give `user` and `password_file` in --rdzv-conf"
+            f"{names.endpoint} holds a user or a password", f"give `user` and `password_file` in {names.options}"
         )
     if parts.scheme not in {"http", "https"} or not host or parts.path.strip("/") or parts.query or parts.fragment:
-        raise ConfigError(f"--rdzv-endpoint holds {endpoint!r}, which is no HOST:PORT", hint)
+        raise ConfigError(f"{names.endpoint} holds {endpoint!r}, which is no HOST:PORT", hint)
     return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{DEFAULT_PORT if port is None else port}"
 
 
-def _file(option: str, value: Any) -> Path:
+def _file(option: str, value: Any, names: Names) -> Path:
     path = Path(str(value))
     if not path.is_file():
-        raise ConfigError(f"--rdzv-conf {option}={path}: there is no such file", "give the path of a PEM file")
+        raise ConfigError(f"{names.options} {option}={path}: there is no such file", "give the path of a PEM file")
     return path
 
 
-def _password(user: str | None, options: Mapping[str, Any], environment: Mapping[str, str]) -> str | None:
+def _password(user: str | None, options: Mapping[str, Any], environment: Mapping[str, str], names: Names) -> str | None:
     path = options.get("password_file")
     if user is None:
         if path is not None:
-            raise ConfigError("--rdzv-conf gives `password_file` and no `user`", "add user=NAME")
+            raise ConfigError(f"{names.options} gives `password_file` and no `user`", "add user=NAME")
         return None
     if path is None:
         password = environment.get(PASSWORD_VARIABLE, "")
         if not password:
             raise ConfigError(
-                f"--rdzv-conf gives user={user} and there is no password",
+                f"{names.options} gives user={user} and there is no password",
                 f"add password_file=PATH, or set {PASSWORD_VARIABLE}",
             )
         return password
@@ -136,18 +150,18 @@ def _password(user: str | None, options: Mapping[str, Any], environment: Mapping
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ConfigError(
-            f"--rdzv-conf password_file={path}: {reason}", "give a file that holds the password"
+            f"{names.options} password_file={path}: {reason}", "give a file that holds the password"
         ) from error
     if not password:
-        raise ConfigError(f"--rdzv-conf password_file={path}: the file is empty", "put the password into it")
+        raise ConfigError(f"{names.options} password_file={path}: the file is empty", "put the password into it")
     return password
 
 
-def _seconds(options: Mapping[str, Any], name: str, default: float, *, smallest: float) -> float:
+def _seconds(options: Mapping[str, Any], names: Names, name: str, default: float, *, smallest: float) -> float:
     try:
         value = float(options.get(name, default))
     except (TypeError, ValueError):
         value = float("nan")
     if not smallest <= value < 1e8:  # also refuses NaN
-        raise ConfigError(f"--rdzv-conf {name}={options.get(name)}: not a number of seconds from {smallest:g} up")
+        raise ConfigError(f"{names.options} {name}={options.get(name)}: not a number of seconds from {smallest:g} up")
     return value

@@ -11,8 +11,9 @@ import psutil
 from elastictrain.config.schema import ElasticConfig
 from elastictrain.errors import ConfigError
 from elastictrain.interfaces import interface_of
-from elastictrain.kv.settings import EtcdSettings, parse_settings
+from elastictrain.kv.settings import EtcdSettings, Names, parse_settings
 
+JOB_FILE = Names("elastic.rendezvous", "[elastic.etcd]")
 _NOWHERE = "192.0.2.1"
 """An address that no host has (RFC 5737): the way to it is the default route."""
 
@@ -70,18 +71,10 @@ def endpoint_of(config: ElasticConfig) -> Endpoint:
     options = {"request_timeout_s": request_s}
     if scheme == "etcd":
         options |= config.etcd.model_dump(exclude_none=True)
-    try:
-        settings = parse_settings(places, options)
-    except ConfigError as error:
-        raise ConfigError(_of_job_file(error.what), _of_job_file(error.hint)) from error
+    settings = parse_settings(places, options, names=JOB_FILE)
     first = settings.endpoints[0].partition("://")[2]
     host, _, port = first.rpartition(":")
     return Endpoint(settings, host.strip("[]"), int(port), scheme == "c10d")
-
-
-def _of_job_file(text: str) -> str:
-    """An error about torchrun's options, in the words of job.toml."""
-    return text.replace("--rdzv-endpoint", "elastic.rendezvous").replace("--rdzv-conf", "[elastic.etcd]")
 
 
 def _addresses(host: str) -> list[str]:
