@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from elastictrain.core.events import STAMPS
 from elastictrain.logs import finite
 from elastictrain.supervisor.output import Event, Line, Printed
 
@@ -119,8 +120,14 @@ class PrettyView:
         if isinstance(line, Printed):
             self._print(Text(line.text, style="dim"))
             return
-        fields = line.fields
-        match line.name:
+        try:
+            self._show_event(line)
+        except (KeyError, TypeError, ValueError):  # a program of the user's may print what looks like an event of ours
+            self._print(Text(_generic_line(line.fields), style="dim"))
+
+    def _show_event(self, event: Event) -> None:
+        fields = event.fields
+        match event.name:
             case "training_started":
                 if fields["rank"] == 0:
                     self._print(_started_line(fields))
@@ -232,14 +239,11 @@ def _report_line(f: dict[str, Any]) -> Text:
     )
 
 
-_STAMPS = ("event", "level", "timestamp", "rank", "incarnation", "step")
-
-
 def _eval_values(f: dict[str, Any]) -> dict[str, float]:
-    return {key: value for key, value in f.items() if key not in _STAMPS}
+    return {key: value for key, value in f.items() if key not in STAMPS}
 
 
 def _generic_line(f: dict[str, Any]) -> str:
-    rest = "  ".join(f"{key}={value}" for key, value in f.items() if key not in _STAMPS)
+    rest = "  ".join(f"{key}={value}" for key, value in f.items() if key not in STAMPS)
     who = f"rank {f['rank']}" if "rank" in f else "supervisor"
     return f"{who}: {f['event'].replace('_', ' ')}  {rest}"

@@ -11,6 +11,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+LINE_STAMPS = frozenset({"event", "level", "timestamp", "attempt"})
+"""Keys of every line of a log: what it says is in the others."""
+STAMPS = LINE_STAMPS | {"rank", "incarnation", "step"}
+"""Keys that say of whom and when an event is; in an evaluation, all others are its values."""
+
 
 class Kind(StrEnum):
     """Kinds that have a meaning for the state of the job. Their fields are in docs/operations.md."""

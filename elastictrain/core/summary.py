@@ -18,7 +18,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from elastictrain.core.events import Event, Kind, Moment
+from elastictrain.core.events import STAMPS, Event, Kind, Moment
 from elastictrain.core.history import History, Life
 from elastictrain.core.lifecycle import State
 from elastictrain.core.readings import finite, first_known, integer, number, text
@@ -39,8 +39,6 @@ from elastictrain.core.status import (
 MAX_RESTARTS = 100
 """Restarts that are kept; all are counted."""
 _AWAY = frozenset({State.STOPPED, State.DRAINED, State.HALTED, State.COMPLETED})
-_STAMPS = frozenset({"event", "level", "timestamp", "rank", "incarnation", "step"})
-"""Keys of an evaluation's event that are no values of it."""
 
 
 def fold(events: Iterable[Event], history: History | None = None) -> History:
@@ -95,7 +93,7 @@ def advance(history: History, event: Event) -> History:
             since = history.store_error[1] if history.store_error is not None else event.moment
             return replace(history, store_error=(_store_words(f), since))
         case Kind.EVALUATED:
-            numbers = {str(key): number(f, key) for key in f if key not in _STAMPS}
+            numbers = {str(key): number(f, key) for key in f if key not in STAMPS}
             values = {key: value for key, value in numbers.items() if value is not None}
             return replace(history, evaluation=Evaluated(step=integer(f, "step", "global_step"), values=values))
         case Kind.RANK_FAILED:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from elastictrain.core.events import Kind
+from elastictrain.core.events import LINE_STAMPS, Kind
 from elastictrain.core.policy import Cause, RankEnd, classify
 from elastictrain.supervisor.events import EventSink
 from elastictrain.supervisor.life import LifeEnd
@@ -52,7 +52,6 @@ SHOWN = {
     "stopped": "info",
 }
 """Events of the supervisor that whoever watches the run should see, and how loud they are."""
-_STAMPS = ("event", "level", "timestamp", "attempt")
 
 
 class Chronicle:
@@ -96,7 +95,7 @@ class Chronicle:
         if is_first:
             self._announced = self.incarnation
         if is_first or said.name in FORWARDED:
-            fields = {key: value for key, value in said.fields.items() if key not in _STAMPS}
+            fields = {key: value for key, value in said.fields.items() if key not in LINE_STAMPS}
             if said.name in OF_ALL_NODES:
                 self.news[said.name] = fields
             self._keep(said.name, fields)

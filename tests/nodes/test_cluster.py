@@ -226,8 +226,8 @@ def lives(process: psutil.Process) -> bool:
 @pytest.mark.parametrize("paused", [False, True])
 def test_nothing_outlives_a_killed_test(tmp_path: Path, paused: bool) -> None:
     skip_unless_possible()
-    # A namespace ends when all its processes were waited for. Those that lose a parent outside of it go to whoever is the
-    # heir out here: this process, which does what process 1 does on a whole machine.
+    # A namespace ends when all its processes were waited for. Those that lose a parent outside of it go to whoever is
+    # the heir out here: this process, which does what process 1 does on a whole machine.
     adopt_orphans()
     script = f"""
 import sys, time
