@@ -6,9 +6,10 @@ import json
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -169,12 +170,34 @@ def _drill(
         if each.name in asked and (why := nodes_refusal(each, job, num_nodes or each.num_nodes)):
             raise UsageError(f"{each.name}: {why}")
     with writing(places) as folder, ending_all():
-        exercise = Exercise(job, folder, tell=_tell, keep=places.keep)
-        rows = [exercise.run(fault) for fault in faults]
+        on_one = Exercise(job, folder, tell=_tell, keep=places.keep)
         on_nodes = NodesExercise(job, folder, num_nodes=num_nodes, tell=_tell, keep=places.keep)
-        rows += [on_nodes.run(fault) for fault in node_faults]
-        saved = _save(rows, about(job), asked, places, folder)
+        drills: list[tuple[str, Callable[[], Row]]] = [
+            *((fault.name, partial(on_one.run, fault)) for fault in faults),
+            *((each.name, partial(on_nodes.run, each)) for each in node_faults),
+        ]
+        rows, saved = each_saved(drills, about(job), asked, places, folder)
     _conclude(rows, about(job), saved, asked=asked, as_json=as_json)
+
+
+def each_saved(
+    drills: list[tuple[str, Callable[[], Row]]], facts: dict[str, Any], asked: set[str], places: Places, folder: Path
+) -> tuple[list[Row], tuple[Path, Path] | None]:
+    """Drills one after the other; all together take long, so the report is written anew after each."""
+    names = [name for name, _ in drills]
+    rows: list[Row] = []
+    saved: tuple[Path, Path] | None = None
+    try:
+        for _, run in drills:
+            row = run()
+            rows.append(row)
+            saved = _save(rows, facts, asked, places, folder, not_run=names[len(rows) :])
+            _tell(f"{row.fault}: {row.verdict} ({len(rows)} of {len(drills)})")
+    except BaseException:
+        if saved is not None:
+            _tell(f"{len(rows)} of {len(drills)} drills were done. Saved: {saved[0]} and {saved[1].name}")
+        raise
+    return rows, saved
 
 
 def _soak(
@@ -248,10 +271,18 @@ def _tell(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def _save(rows: list[Row], facts: dict[str, Any], asked: set[str], places: Places, folder: Path) -> tuple[Path, Path]:
+def _save(
+    rows: list[Row],
+    facts: dict[str, Any],
+    asked: set[str],
+    places: Places,
+    folder: Path,
+    *,
+    not_run: Sequence[str] = (),
+) -> tuple[Path, Path]:
     from elastictrain.drill.report import save
 
-    return save(rows, facts, asked, places.report if places.report is not None else folder)
+    return save(rows, facts, asked, places.report if places.report is not None else folder, not_run=not_run)
 
 
 def _conclude(
@@ -272,7 +303,7 @@ def _conclude(
 
 @contextmanager
 def writing(places: Places) -> Iterator[Path]:
-    """The folder that the runs write into; one of our own goes again where there is nothing to report.
+    """The folder that the runs write into; of one of our own, only a report is left where they did not come to an end.
 
     Raises:
         UsageError: the folder that was named has something in it.
@@ -298,7 +329,11 @@ def writing(places: Places) -> Iterator[Path]:
         raise  # its message points to what is in there
     except BaseException as error:
         if places.scratch is None:
-            shutil.rmtree(folder, ignore_errors=True)
+            for path in folder.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+            if not any(folder.iterdir()):
+                folder.rmdir()
         if isinstance(error, OSError):
             raise StateDirError(
                 f"the drill cannot go on in {folder}: {error}", "Use --scratch DIR, with room for its snapshots."

@@ -66,32 +66,50 @@ def not_held(rows: Sequence[Row], asked: Collection[str]) -> list[str]:
     return [row.fault for row in rows if row.verdict == "fails" or (row.verdict == "refused" and row.fault in asked)]
 
 
-def as_document(rows: Sequence[Row], about: Mapping[str, Any], asked: Collection[str]) -> dict[str, Any]:
+def as_document(
+    rows: Sequence[Row], about: Mapping[str, Any], asked: Collection[str], *, not_run: Sequence[str] = ()
+) -> dict[str, Any]:
     """What is saved as JSON: what was drilled, and a row per fault. Where `holds` is false, the exit code is not 0.
 
     Args:
         rows: of all that was drilled.
         about: what was drilled.
         asked: as in `not_held`.
+        not_run: faults that were to follow: there is more to come, or the drill was interrupted.
     """
     named = {verdict: [row.fault for row in rows if row.verdict == verdict] for verdict in ("fails", "refused")}
-    return {**about, "holds": not not_held(rows, asked), **named, "rows": [row.as_plain() for row in rows]}
+    return {
+        **about,
+        "holds": not not_run and not not_held(rows, asked),
+        **named,
+        "not_run": list(not_run),
+        "rows": [row.as_plain() for row in rows],
+    }
 
 
-def save(rows: Sequence[Row], about: Mapping[str, Any], asked: Collection[str], folder: Path) -> tuple[Path, Path]:
-    """Writes both files; returns their paths.
+def save(
+    rows: Sequence[Row],
+    about: Mapping[str, Any],
+    asked: Collection[str],
+    folder: Path,
+    *,
+    not_run: Sequence[str] = (),
+) -> tuple[Path, Path]:
+    """Writes both files, or writes them anew; returns their paths.
 
     Raises:
         StateDirError: the folder cannot be written.
     """
     files = {
-        REPORT_JSON: json.dumps(as_document(rows, about, asked), indent=2) + "\n",
-        REPORT_MARKDOWN: _markdown(rows, about),
+        REPORT_JSON: json.dumps(as_document(rows, about, asked, not_run=not_run), indent=2) + "\n",
+        REPORT_MARKDOWN: _markdown(rows, about, not_run),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            (folder / name).write_text(text)
+            new = folder / f"{name}.new"  # whole or not at all, whenever somebody looks or the drill is killed
+            new.write_text(text)
+            new.replace(folder / name)
     except OSError as error:
         raise StateDirError(
             f"the report cannot be written to {folder}: {error.strerror}", "Use --report DIR."
@@ -99,9 +117,11 @@ def save(rows: Sequence[Row], about: Mapping[str, Any], asked: Collection[str], 
     return folder / REPORT_JSON, folder / REPORT_MARKDOWN
 
 
-def _markdown(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
+def _markdown(rows: Sequence[Row], about: Mapping[str, Any], not_run: Sequence[str]) -> str:
     lines = [f"# Drill of {about['job']}", ""]
     lines += [f"- {key.replace('_', ' ')}: {value}" for key, value in about.items() if key != "job"]
+    if not_run:
+        lines.append(f"- not run: {', '.join(not_run)}")
     lines += ["", f"| {' | '.join(_COLUMNS)} | why |", "|" + "---|" * (len(_COLUMNS) + 1)]
     for row in rows:
         cells = [*_cells(row), row.why]

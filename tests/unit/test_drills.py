@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tomli_w
@@ -11,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastictrain.armed import ArmedFault, DrillDir
+from elastictrain.cli.drill_command import Places, each_saved, writing
 from elastictrain.config import load_job
 from elastictrain.core.drill_verdict import Seen, SeenLive, live_objections, objections
 from elastictrain.core.fault_table import BY_NAME, TABLE, select
@@ -354,6 +358,48 @@ def test_what_was_asked_for_by_name_does_not_hold_when_it_is_refused(rows, asked
     assert document["holds"] is (failed == [])
     assert document["refused"] == [row.fault for row in rows if row.verdict == "refused"]
     assert document["fails"] == [row.fault for row in rows if row.verdict == "fails"]
+
+
+def interrupted_drill(report: Path | None, then) -> None:
+    """One that has done the first of three faults, when `then` is called in the second and Ctrl-C comes."""
+
+    def second():
+        then()
+        raise KeyboardInterrupt
+
+    drills = [
+        ("kill-rank", lambda: a_row("kill-rank", "holds")),
+        ("preempt", second),
+        ("oom-kill", lambda: pytest.fail("it was interrupted")),
+    ]
+    places = Places(None, report, keep=False)
+    with writing(places) as folder:
+        (folder / "preempt").mkdir()
+        each_saved(drills, {"job": "mine"}, {"all"}, places, folder)
+
+
+def test_what_is_done_is_saved_when_the_rest_is_interrupted(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    report = tmp_path / "report" / "drill.json"
+
+    def look():
+        document = json.loads(report.read_text())
+        assert (document["holds"], document["not_run"]) == (False, ["preempt", "oom-kill"])
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_drill(report.parent, look)
+    assert not list(tmp_path.glob("elastictrain-drill-*"))
+    assert f"1 of 3 drills were done. Saved: {report}" in capsys.readouterr().err
+    assert [row["fault"] for row in json.loads(report.read_text())["rows"]] == ["kill-rank"]
+    assert "- not run: preempt, oom-kill" in report.with_suffix(".md").read_text()
+
+
+def test_a_report_outlives_the_folder_of_runs_that_it_lies_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_drill(None, lambda: None)
+    (folder,) = tmp_path.glob("elastictrain-drill-*")
+    assert sorted(path.name for path in folder.iterdir()) == ["drill.json", "drill.md"]
 
 
 # ---- comparison
