@@ -1,13 +1,10 @@
 """The supervisors of several nodes, through a key-value store that all of them reach: etcd, or one of our own.
 
-Each writes its own record, now and then, and reads everybody's in the same request; the plan of the next worker group
-is the one key that they share, and is changed by compare-and-swap alone. What follows from what is read is decided in
-`core.membership`. A store that cannot be reached stops nobody who trains: a step needs the ranks of all nodes, so as
-long as steps are made all nodes are there. Only after `store_timeout_s` a node stops its ranks all the same: from then
-on, nodes that took no part in this worker group may go on in its place.
-
-A store may lose its data, ours with its process. So every node remembers the newest plan that it has seen, also after a
-restart, and writes it again into a store that does not have it: numbers only grow.
+Each writes its own record, now and then, and reads everybody's in the same request (`Outlook`), and the plan of the
+next worker group (`SharedPlan`). What follows from what is read is decided in `core.membership`. A store that cannot be
+reached stops nobody who trains: a step needs the ranks of all nodes, so as long as steps are made all nodes are there.
+Only after `store_timeout_s` a node stops its ranks all the same: from then on, nodes that took no part in this worker
+group may go on in its place.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ from elastictrain.core.membership import (
     Lineage,
     Node,
     Plan,
-    Sightings,
     Standing,
     differences,
     lost_members,
@@ -40,7 +36,9 @@ from elastictrain.core.status import NodeView, RankView
 from elastictrain.errors import BusyError, ConfigError
 from elastictrain.kv.client import EtcdClient, EtcdError
 from elastictrain.supervisor.links import Links
+from elastictrain.supervisor.outlook import Outlook
 from elastictrain.supervisor.shared_keys import Found, Record, SharedKeys
+from elastictrain.supervisor.shared_plan import SharedPlan
 from elastictrain.supervisor.store_process import StoreProcess
 from elastictrain.supervisor.team import Assignment, Orders
 
@@ -59,8 +57,6 @@ FAREWELL_S = 10.0
 """How long to wait, at the end, for the others to hear of it."""
 
 _RUNS = (Standing.RUNNING, Standing.LEAVING)
-_PLAN_SEEN = "the plan"
-"""What our sightings of it go by: no node's name has a space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,16 +133,16 @@ class Muster:
         self._standing = Standing.WARMING
         self._reason = "its supervisor has just started"
         self._listener: socket.socket | None = None
-        self._sightings = Sightings(gap_s=max(2 * CALM_S, node_timeout_s / 2))
-        self._others: dict[str, Record] = {}
-        self._living: list[Node] = []
+        self._seen = Outlook(timeout_s=node_timeout_s, gap_s=max(2 * CALM_S, node_timeout_s / 2))
         self._news: dict[str, dict[str, Any]] = {}
-        self._plan = remembered
-        self._remember = remember
-        self._plan_revision = 0
-        self._is_plan_stored = True
+        self._plan = SharedPlan(
+            self._keys,
+            remembered=remembered,
+            remember=remember,
+            lost=lambda known: emit("store_lost_data", attempt=known.attempt),
+            clock=clock,
+        )
         self._mine: Plan | None = None
-        self._ready: tuple[frozenset[str], float] = (frozenset(), 0.0)
         self._ends_heard: tuple[int, str] | None = None
         self._has_looked = False
         self._has_taken_part = False
@@ -173,34 +169,12 @@ class Muster:
 
     @property
     def nodes(self) -> tuple[NodeView, ...]:
-        now_s = self._clock()
-        views = [self._view(self._about(), None)]
-        for name, record in self._others.items():
-            views.append(self._view(record.about, self._sightings.silent_s(name, now_s)))
-        return tuple(sorted(views, key=lambda view: (view.first_rank is None, view.first_rank, view.host)))
-
-    def _view(self, node: Node, silent_s: float | None) -> NodeView:
-        plan = self._mine if self._mine is not None else self._plan
-        place = plan.place_of(node.node) if plan is not None else None
-        return NodeView(
-            node=node.node,
-            host=node.host,
-            address=node.address,
-            standing=node.standing.value if silent_s is None or silent_s < self._timeout_s else "silent",
-            reason=node.reason,
-            first_rank=plan.first_rank_of(place) if plan is not None and place is not None else None,
-            num_ranks=node.num_ranks,
-            heard_s=silent_s,
-            is_me=silent_s is None,
-        )
+        plan = self._mine if self._mine is not None else self._plan.newest
+        return self._seen.views(self._about(), plan, self._clock())
 
     @property
     def other_ranks(self) -> tuple[RankView, ...]:
-        plan = self._mine
-        if plan is None:
-            return ()
-        ranks = [r for name, e in self._others.items() if plan.place_of(name) is not None for r in e.ranks]
-        return tuple(sorted(ranks, key=lambda rank: rank.rank))
+        return self._seen.ranks(self._mine) if self._mine is not None else ()
 
     async def open(self, orders: Orders) -> None:
         self._orders = orders
@@ -258,8 +232,8 @@ class Muster:
             return True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s + CALM_S), self._changed:
-                await self._changed.wait_for(lambda: bool(lost_members(plan, self._living, self._me.node)))
-        return bool(lost_members(plan, self._living, self._me.node))
+                await self._changed.wait_for(lambda: bool(lost_members(plan, self._seen.living, self._me.node)))
+        return bool(lost_members(plan, self._seen.living, self._me.node))
 
     async def finish(self) -> bool:
         plan = self._mine
@@ -267,14 +241,17 @@ class Muster:
         self.stand(Standing.DONE, "all its steps are done")
         keeper = plan.members[0].node
         if keeper == self._me.node:
-            await self._change_plan(lambda p: replace(p, is_complete=True) if p.number == plan.number else None)
+            await self._plan.change(
+                lambda known: replace(known, is_complete=True) if known.number == plan.number else None, FAREWELL_S
+            )
             return True
         async with self._changed:
             await self._changed.wait_for(lambda: self._is_decided(plan, keeper))
         return self._is_complete(plan) or not self._is_lost(plan, keeper)
 
     def _is_complete(self, plan: Plan) -> bool:
-        return self._plan is not None and self._plan.number == plan.number and self._plan.is_complete
+        newest = self._plan.newest
+        return newest is not None and newest.number == plan.number and newest.is_complete
 
     def _is_decided(self, plan: Plan, keeper: str) -> bool:
         """Whether the first member has kept the last state, or will not any more."""
@@ -284,12 +261,14 @@ class Muster:
         return self._is_complete(plan) or self._is_lost(plan, keeper)
 
     def _is_lost(self, plan: Plan, keeper: str) -> bool:
-        if self._plan is not None and self._plan.attempt != plan.attempt:
+        if self._plan.newest is not None and self._plan.newest.attempt != plan.attempt:
             return True  # it has gone on without this node, which was cut off for long
-        return keeper in {lost.node for lost in lost_members(plan, self._living, self._me.node)}
+        return keeper in {lost.node for lost in lost_members(plan, self._seen.living, self._me.node)}
 
     async def stop_all(self, reason: str) -> None:
-        await self._change_plan(lambda plan: replace(plan, stop_reason=reason) if not plan.stop_reason else None)
+        await self._plan.change(
+            lambda plan: replace(plan, stop_reason=reason) if not plan.stop_reason else None, FAREWELL_S
+        )
 
     async def close(self) -> None:
         """Says farewell; where the store is this node's own, waits until the others have heard all there is to hear."""
@@ -318,7 +297,7 @@ class Muster:
     async def _say_it_is_over(self) -> None:
         """When nobody is left of the last worker group, others need not wait for a sign of it."""
         number, me = self._number, self._me.node
-        await self._change_plan_once(
+        await self._plan.change_once(
             lambda plan: (
                 replace(plan, is_over=True)
                 if plan.number <= number and plan.place_of(me) is not None and not plan.is_over
@@ -328,9 +307,10 @@ class Muster:
 
     def _is_heard_of(self) -> bool:
         """Whether somebody may still want to know how the job ended."""
-        return any(node.node != self._me.node and node.standing is not Standing.AWAY for node in self._living) and (
-            self._plan is not None and (self._plan.is_complete or bool(self._plan.stop_reason))
-        )
+        plan = self._plan.newest
+        return any(
+            node.node != self._me.node and node.standing is not Standing.AWAY for node in self._seen.living
+        ) and (plan is not None and bool(_end_of(plan)))
 
     # ---- looking out
 
@@ -388,7 +368,7 @@ class Muster:
 
     def _look_after_links(self, orders: Orders) -> None:
         """Finds out who is reached: before a worker group is put together, and while this node's ranks wait."""
-        others = [node for node in self._living if node.node != self._me.node and node.links_port]
+        others = [node for node in self._seen.living if node.node != self._me.node and node.links_port]
         waits = self._standing in _RUNS and orders.waits_since_s()[0] >= WONDER_S
         self._links.look_after(
             {node.node: (node.address, node.links_port) for node in others},
@@ -400,47 +380,10 @@ class Muster:
         own = others.pop(self._me.node, None)
         if own is not None and own.life != self._life:
             self._waits_for = f"another supervisor writes as node {self._me.node}"
-        self._others = others
-        self._take_in_plan(found.plan, found.plan_revision)
-        seen = {name: f"{record.life}/{record.turn}" for name, record in others.items()}
-        if self._plan is not None:
-            seen = {member.node: "" for member in self._plan.members} | seen
-            seen[_PLAN_SEEN] = f"{self._plan.attempt}/{self._plan.may_be_outdated}"
-        self._sightings.look(seen, now_s)
-        self._living = [self._about()] + [
-            record.about for name, record in others.items() if self._sightings.silent_s(name, now_s) < self._timeout_s
-        ]
-        if self._mine is not None and (first := others.get(self._mine.members[0].node)) is not None:
-            self._hear_news(first.news)
-        ready = frozenset(node.node for node in self._living if node.standing is Standing.READY)
-        if ready != self._ready[0]:
-            self._ready = (ready, now_s)
-
-    def _take_in_plan(self, found: Plan | None, revision: int) -> None:
-        """The newest plan that we have ever seen, which is the one in the store unless that has lost its data."""
-        self._plan_revision = revision
-        known = self._plan
-        # We have seen all that was ever in a store that is our own.
-        is_sure = self._store is not None and known is not None and not known.may_be_outdated
-        if known is None or (found is not None and found.number >= known.number):
-            self._is_plan_stored = True
-            if found is None:
-                return
-            if is_sure and found.may_be_outdated and known is not None and found.number == known.number:
-                self._is_plan_stored = False
-                found = replace(found, may_be_outdated=False)
-            self._know(found)
-            return
-        if self._is_plan_stored and self._has_looked:
-            self._emit("store_lost_data", attempt=known.attempt)
-        self._is_plan_stored = False
-        self._know(replace(known, may_be_outdated=not is_sure))
-
-    def _know(self, plan: Plan) -> None:
-        """Takes note of the newest plan."""
-        if plan != self._plan:
-            self._plan = plan
-            self._remember(plan)
+        self._plan.take_in(found.plan, found.plan_revision, is_own_store=self._store is not None)
+        self._seen.take_in(self._about(), others, self._plan.newest, now_s)
+        if self._mine is not None:
+            self._hear_news(self._seen.news(self._mine.members[0].node))
 
     def _hear_news(self, news: Mapping[str, dict[str, Any]]) -> None:
         """What rank zero says, every node keeps: whoever asks, and whoever is left, knows how far the job was."""
@@ -450,10 +393,10 @@ class Muster:
                 self._emit(kind, **fields)
 
     async def _act(self, orders: Orders, now_s: float) -> None:
-        if self._plan is not None and not self._is_plan_stored:
-            await self._swap(self._plan, self._plan_revision)
+        if not self._plan.is_stored:
+            await self._plan.restore()
             return
-        plan = self._plan
+        plan = self._plan.newest
         end = (plan.number, _end_of(plan)) if plan is not None and _end_of(plan) else (0, "")
         if self._ends_heard is None:
             self._ends_heard = end  # of an earlier start of the job
@@ -472,8 +415,8 @@ class Muster:
             await self._line_up(now_s)
 
     def _look_after(self, mine: Plan, orders: Orders) -> None:
-        lost = lost_members(mine, self._living, self._me.node)
-        apart = parted_members(mine, self._living)
+        lost = lost_members(mine, self._seen.living, self._me.node)
+        apart = parted_members(mine, self._seen.living)
         if lost or apart:
             waits_s, _ = orders.waits_since_s()
             if waits_s >= self._timeout_s:
@@ -481,7 +424,7 @@ class Muster:
                 is_or_are = "is" if len(lost) == 1 else "are"
                 self._order_to_abandon(f"{hosts} {is_or_are} gone" if lost else f"{hosts} do not all reach each other")
         elif self._standing is Standing.RUNNING and not self._is_ordered:
-            reason = regroup_reason(mine, self._living, self._bounds)
+            reason = regroup_reason(mine, self._seen.living, self._bounds)
             if reason:
                 self._is_ordered = True
                 orders.regroup(reason)
@@ -507,14 +450,14 @@ class Muster:
                 self._order_to_abandon(f"{why}: nodes that took no part may go on in this one's place")
 
     async def _line_up(self, now_s: float) -> None:
-        plan = self._plan
+        plan = self._plan.newest
         if plan is not None and plan.number > self._number and (place := plan.place_of(self._me.node)) is not None:
             if plan.members[place].store_port == self._store_port:
                 self._take(plan, place)
             else:
                 self._number = plan.number  # of an earlier life of this supervisor: that part is over
             return
-        ruler = reference(plan, self._living)
+        ruler = reference(plan, self._seen.living)
         about = self._about()
         if ruler is not None and ruler.node != about.node and (found := differences(about, ruler)):
             assert self._assembled is not None
@@ -528,23 +471,18 @@ class Muster:
         token = secrets.token_hex(3)
         decided = next_plan(
             plan,
-            self._living,
+            self._seen.living,
             self._me.node,
             self._bounds,
-            quiet_s=now_s - self._ready[1],
-            unheard_s=self._unheard_s(now_s),
+            quiet_s=self._seen.quiet_s(now_s),
+            unheard_s=self._seen.unheard_s(plan, now_s),
             token=token,
             job=self._me.job,
         )
         if not isinstance(decided, Plan):
             self._waits_for = decided.reason
-        elif await self._swap(decided, self._plan_revision):
+        elif await self._plan.put(decided):
             self._take(decided, 0)
-
-    def _unheard_s(self, now_s: float) -> float:
-        living = {node.node for node in self._living}
-        absent = [m.node for m in (self._plan.members if self._plan is not None else ()) if m.node not in living]
-        return min(self._sightings.silent_s(name, now_s) for name in (_PLAN_SEEN, *absent))
 
     def _take(self, plan: Plan, place: int) -> None:
         self._mine = plan
@@ -562,34 +500,6 @@ class Muster:
     @property
     def _store_port(self) -> int:
         return int(self._listener.getsockname()[1]) if self._listener is not None else 0
-
-    # ---- the store
-
-    async def _swap(self, plan: Plan, revision: int) -> bool:
-        """Writes the plan, unless somebody else has written one since the given revision."""
-        written = await self._keys.swap_plan(plan, revision)
-        if written is not None and (self._plan is None or plan.number >= self._plan.number):
-            self._plan_revision, self._is_plan_stored = written, True
-            self._know(plan)
-        return written is not None
-
-    async def _change_plan(self, change: Callable[[Plan], Plan | None]) -> None:
-        """Changes the plan that is there; gives up where there is none, or `change` has nothing to change."""
-        deadline_s = self._clock() + FAREWELL_S
-        while self._clock() < deadline_s:
-            try:
-                if await self._change_plan_once(change):
-                    return
-            except EtcdError:
-                await asyncio.sleep(BUSY_S)
-
-    async def _change_plan_once(self, change: Callable[[Plan], Plan | None]) -> bool:
-        """Returns whether there is nothing (more) to change."""
-        plan, revision = await self._keys.read_plan()
-        if self._plan is not None and (plan is None or plan.number < self._plan.number):
-            plan = self._plan  # the store has lost it
-        changed = change(plan) if plan is not None else None
-        return changed is None or await self._swap(changed, revision)
 
 
 def _end_of(plan: Plan) -> str:

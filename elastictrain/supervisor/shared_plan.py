@@ -1,0 +1,122 @@
+"""The plan of the worker groups: the one key that all nodes share, and the newest that this node has seen of it.
+
+It is changed by compare-and-swap alone. A store may lose its data, ours with its process. So every node remembers the
+newest plan that it has seen, also after a restart, and writes it again into a store that does not have it: numbers only
+grow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from elastictrain.core.membership import Plan
+from elastictrain.kv.client import EtcdError
+from elastictrain.supervisor.shared_keys import SharedKeys
+
+RETRY_S = 0.1
+"""Between two tries to change the plan in a store that does not answer."""
+
+
+class SharedPlan:
+    """The plan in the store, and what this node knows of it.
+
+    Args:
+        keys: of the store.
+        remembered: the newest plan that an earlier life of this supervisor has seen.
+        remember: keeps that plan; must not fail.
+        lost: is called when the store turns out to have lost a plan that it had.
+        clock: seconds, only forward.
+
+    Attributes:
+        newest: that was ever seen, wherever; None if there was none yet.
+        is_stored: whether the store has it.
+    """
+
+    def __init__(
+        self,
+        keys: SharedKeys,
+        *,
+        remembered: Plan | None,
+        remember: Callable[[Plan], None],
+        lost: Callable[[Plan], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._keys = keys
+        self._remember = remember
+        self._lost = lost
+        self._clock = clock
+        self._revision = 0
+        self._has_been_read = False
+        self.newest = remembered
+        self.is_stored = True
+
+    def take_in(self, found: Plan | None, revision: int, *, is_own_store: bool) -> None:
+        """Takes note of what the store has: the newest plan that was ever seen, unless it has lost its data.
+
+        Args:
+            found: plan in the store.
+            revision: of its key.
+            is_own_store: whether this node serves it, and so has seen all that was ever in it.
+        """
+        has_been_read, self._has_been_read = self._has_been_read, True
+        self._revision = revision
+        known = self.newest
+        is_sure = is_own_store and known is not None and not known.may_be_outdated
+        if known is None or (found is not None and found.number >= known.number):
+            self.is_stored = True
+            if found is None:
+                return
+            if is_sure and found.may_be_outdated and known is not None and found.number == known.number:
+                self.is_stored = False
+                found = replace(found, may_be_outdated=False)
+            self._know(found)
+            return
+        if self.is_stored and has_been_read:
+            self._lost(known)
+        self.is_stored = False
+        self._know(replace(known, may_be_outdated=not is_sure))
+
+    async def restore(self) -> None:
+        """Writes the newest plan into a store that does not have it."""
+        assert self.newest is not None
+        await self.put(self.newest)
+
+    async def put(self, plan: Plan) -> bool:
+        """Writes a plan, unless somebody else has written one since the store was read; returns whether it did."""
+        return await self._swap(plan, self._revision)
+
+    async def change(self, change: Callable[[Plan], Plan | None], within_s: float) -> None:
+        """Changes the plan that is there; gives up where there is none, nothing is to be changed, or time is up."""
+        deadline_s = self._clock() + within_s
+        while self._clock() < deadline_s:
+            try:
+                if await self.change_once(change):
+                    return
+            except EtcdError:
+                await asyncio.sleep(RETRY_S)
+
+    async def change_once(self, change: Callable[[Plan], Plan | None]) -> bool:
+        """Returns whether there is nothing (more) to change.
+
+        Raises:
+            EtcdError: the store cannot be reached.
+        """
+        plan, revision = await self._keys.read_plan()
+        if self.newest is not None and (plan is None or plan.number < self.newest.number):
+            plan = self.newest  # the store has lost it
+        changed = change(plan) if plan is not None else None
+        return changed is None or await self._swap(changed, revision)
+
+    async def _swap(self, plan: Plan, revision: int) -> bool:
+        written = await self._keys.swap_plan(plan, revision)
+        if written is not None and (self.newest is None or plan.number >= self.newest.number):
+            self._revision, self.is_stored = written, True
+            self._know(plan)
+        return written is not None
+
+    def _know(self, plan: Plan) -> None:
+        if plan != self.newest:
+            self.newest = plan
+            self._remember(plan)
