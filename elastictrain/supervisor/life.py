@@ -10,9 +10,9 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from elastictrain.cgroups import group_of
 from elastictrain.config.schema import JobConfig
@@ -23,7 +23,6 @@ from elastictrain.core.liveness import (
     RankVerdict,
     StepTimes,
     Verdict,
-    has_left,
     judge,
     limit_s,
     shortest_limit_s,
@@ -32,14 +31,7 @@ from elastictrain.core.phases import Phase
 from elastictrain.core.policy import RankEnd
 from elastictrain.heartbeat import Heartbeat
 from elastictrain.procs import reap_orphans, send_signal
-from elastictrain.supervisor.evidence import (
-    Evidence,
-    Stacks,
-    is_in_collective,
-    next_incident,
-    take_loader_stacks,
-    take_stacks,
-)
+from elastictrain.supervisor.hang import Emit, HangExaminer
 from elastictrain.supervisor.incarnation import Incarnation, see_off
 from elastictrain.supervisor.launcher import Launcher
 from elastictrain.supervisor.output import Line, RankOutput
@@ -63,12 +55,6 @@ START_GRACE_S = 2.0
 
 MEETING = frozenset(Phase) - {Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.COMMIT}
 """Phases in which a rank may wait for another."""
-
-
-class Emit(Protocol):
-    """Takes an event."""
-
-    def __call__(self, kind: str, /, **fields: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +118,15 @@ class Life:
         self._limits: Limits = limits_of(config)
         self._times = times
         self._launcher = launcher
-        self._state_dir = state_dir
         self._on_look = on_look
         self._emit = emit
         self._spared = spared
         first_rank = incarnation.group.first_rank
         self._watch = Watch(incarnation.run_dir, incarnation.num_ranks, self.started_s, first_rank)
         self._outputs = [RankOutput(incarnation.run_dir, i, on_line) for i in range(incarnation.num_ranks)]
+        self._examiner = HangExaminer(
+            incarnation, self._watch, self._judge, state_dir=state_dir, outputs=self._outputs, emit=emit
+        )
         self._woken = asyncio.Event()
         self._read_at_s = float("-inf")
         self._judged_s = float("-inf")
@@ -149,12 +137,10 @@ class Life:
         self._failing_since_s: float | None = None
         self._stop_asked_s: float | None = None
         self._group_killed = False
-        self._waits_at_step: int | None = None
         self._killed: dict[int, str] = {}
         self._torn_down: set[int] = set()
         self._left: set[int] = set()
         self.heartbeats: dict[int, Heartbeat | None] = {}
-        self.incident: int | None = None
 
     # ---- what the ranks say
 
@@ -392,104 +378,17 @@ class Life:
     # ---- a hang
 
     async def _examine(self, seen: list[RankSeen]) -> None:
-        """Somebody stands still for too long: takes evidence, finds the culprit, ends it."""
-        pids = self._pids()
-        looked = [self._with_process(rank, pids) for rank in seen]
-        main_threads = {rank: beat.main_thread for rank, beat in self.heartbeats.items() if beat is not None}
-        askable = {r.rank: pids[r.rank] for r in looked if r.process is ProcessState.RUNNING and r.rank in pids}
-        stacks = await take_stacks(self.incarnation.run_dir, askable, main_threads)
-        # The ranks may have moved while they were asked.
-        self.heartbeats = self._watch.heartbeats()
-        looked = [self._with_process(rank, pids) for rank in self._watch.seen(self.heartbeats)]
-        looked = [replace(r, in_collective=_in_collective(r, stacks)) for r in looked]
+        """Somebody stands still for too long: finds the culprit, and ends it."""
+        found = await self._examiner.examine(seen, self.heartbeats)
+        self.heartbeats = found.heartbeats
+        self._left |= found.left
         now_s = time.monotonic()
-        self._left |= {rank.rank for rank in looked if has_left(rank)}
-        verdict = self._judge(looked, now_s)
-        if verdict.elsewhere:
-            self._tell_elsewhere(verdict, looked)
-        if not verdict.culprits:
-            self._look_again_s = now_s + min(LOOK_AGAIN_S, min(v.limit_s for v in verdict.ranks) / 4)
+        if not found.verdict.culprits:
+            self._look_again_s = now_s + min(LOOK_AGAIN_S, min(v.limit_s for v in found.verdict.ranks) / 4)
             return
-        loaders = await take_loader_stacks(self.incarnation.run_dir, askable)
-        self._open_incident(verdict, looked, stacks, loaders, pids)
-        for culprit in verdict.culprits:
-            self._kill_culprit(culprit, pids)
+        for culprit in found.verdict.culprits:
+            self._kill_culprit(culprit, found.pids)
         self._failing_since_s = now_s
-
-    def _tell_elsewhere(self, verdict: Verdict, looked: list[RankSeen]) -> None:
-        """Says once, of every standstill, that this node can only wait."""
-        step = max(rank.step for rank in looked)
-        if step != self._waits_at_step:
-            self._waits_at_step = step
-            self._emit(
-                "culprit_elsewhere",
-                incarnation=self.incarnation.number,
-                ranks=[waiting.rank for waiting in verdict.ranks],
-                step=step,
-                stood_still_s=round(min(waiting.stood_still_s for waiting in verdict.ranks), 3),
-            )
-
-    def _pids(self) -> dict[int, int]:
-        """Processes of the ranks; of those without a heartbeat, the agent's children that say which rank they are."""
-        known = {rank: beat.pid for rank, beat in self.heartbeats.items() if beat is not None}
-        if len(known) < len(self.heartbeats):
-            known = {**self.incarnation.rank_pids(), **known}
-        return known
-
-    def _with_process(self, seen: RankSeen, pids: Mapping[int, int]) -> RankSeen:
-        if seen.rank not in pids:
-            return seen
-        return replace(seen, process=process_state(pids[seen.rank], self.incarnation.agent_pid))
-
-    def _open_incident(
-        self,
-        verdict: Verdict,
-        looked: list[RankSeen],
-        stacks: Mapping[int, Stacks],
-        loaders: Mapping[int, str],
-        pids: Mapping[int, int],
-    ) -> None:
-        self.incident = number = next_incident(self._state_dir)
-        first = verdict.culprits[0]
-        phases = {rank.rank: rank.phase.name.lower() if rank.phase is not None else "none" for rank in looked}
-        fields: dict[str, Any] = {
-            "incident": number,
-            "kind": "hang",
-            "incarnation": self.incarnation.number,
-            "ranks": [culprit.rank for culprit in verdict.culprits],
-            "phase": phases[first.rank],
-            "stood_still_s": round(first.stood_still_s, 3),
-            "limit_s": round(first.limit_s, 3),
-            "why": first.why,
-        }
-        ranks = [
-            {
-                "rank": v.rank,
-                "pid": pids.get(v.rank),
-                "health": v.health.value,
-                "why": v.why,
-                "phase": phases[v.rank],
-                "step": rank.step,
-                "stood_still_s": round(v.stood_still_s, 3),
-                "limit_s": round(v.limit_s, 3),
-                "process": rank.process.value,
-                "in_collective": rank.in_collective,
-                "stack": [f"{f.file}:{f.line} {f.function}" for f in stacks[v.rank].main] if v.rank in stacks else [],
-            }
-            for v, rank in zip(verdict.ranks, looked, strict=True)
-        ]
-        evidence = Evidence(
-            summary={**fields, "opened_at": time.time(), "everybody_waits": verdict.everybody_waits, "judged": ranks},
-            stacks={rank: stacks.get(rank, Stacks("", ())) for rank in phases},
-            loader_stacks=loaders,
-            pids=pids,
-            last_lines={
-                rank: list(output.last_lines)
-                for rank, output in enumerate(self._outputs, self.incarnation.group.first_rank)
-            },
-        )
-        folder = evidence.write(self._state_dir, self.incarnation.run_dir, number)
-        self._emit("incident_opened", **fields, folder=str(folder))
 
     def _kill_culprit(self, culprit: RankVerdict, pids: Mapping[int, int]) -> None:
         """Ends the one that others wait for; their collectives fail then, and they end by themselves."""
@@ -507,8 +406,3 @@ class Life:
     def _end_process(self, pid: int) -> None:
         # It ends a process that is stopped as well: one that was woken first might do a step before it comes.
         send_signal(pid, signal.SIGKILL)
-
-
-def _in_collective(seen: RankSeen, stacks: Mapping[int, Stacks]) -> bool | None:
-    found = stacks.get(seen.rank)
-    return is_in_collective(found.main, seen.phase) if found is not None else None
