@@ -49,6 +49,21 @@ class Declined:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What the slots hold.
+
+    Args:
+        snapshots: complete ones, newest first.
+        damaged: slots whose manifest cannot be used, and why.
+        incomplete: slots that have none.
+    """
+
+    snapshots: list[MemorySnapshot]
+    damaged: list[tuple[Path, Damage]]
+    incomplete: list[Path]
+
+
 class MemoryTier:
     """The slots of one job on one node.
 
@@ -143,11 +158,15 @@ class MemoryTier:
 
     def snapshots(self) -> list[MemorySnapshot]:
         """The complete snapshots, newest first."""
-        return self._read_slots()[0]
+        return self._read_slots().snapshots
 
     def damaged(self) -> list[tuple[Path, Damage]]:
         """Slots whose manifest is there and cannot be used: (folder, what is wrong)."""
-        return self._read_slots()[1]
+        return self._read_slots().damaged
+
+    def incomplete(self) -> list[Path]:
+        """Slots with the files of a snapshot, and no manifest, that nobody writes to: whoever did was killed."""
+        return [path for path in self._read_slots().incomplete if not _is_locked(path)]
 
     def discard(self, snapshot: MemorySnapshot) -> None:
         """Takes back a snapshot that was found damaged: its slot is free again. One that somebody writes to, or that
@@ -159,7 +178,7 @@ class MemoryTier:
                 with safefs.closing(lock):
                     present = safefs.read_file(folder, MANIFEST_FILE, snapshot.path)
                     if _try_lock(lock) and present == snapshot.manifest.encoded:
-                        os.unlink(MANIFEST_FILE, dir_fd=folder)
+                        _empty(folder)
         if self.newest is not None and self.newest.path == snapshot.path:
             self.newest = None
 
@@ -248,12 +267,11 @@ class MemoryTier:
             slot = self._slots[name] = Slot.open(self._open_root(), self.root / name)
         return slot if slot.lock() else None
 
-    def _read_slots(self) -> tuple[list[MemorySnapshot], list[tuple[Path, Damage]]]:
-        snapshots: list[MemorySnapshot] = []
-        damaged: list[tuple[Path, Damage]] = []
+    def _read_slots(self) -> _Found:
+        found = _Found([], [], [])
         root = safefs.open_folder(self._base, self._parts, create=False)
         if root is None:
-            return snapshots, damaged
+            return found
         with safefs.closing(root):
             for name in sorted(os.listdir(root)):  # noqa: PTH208 - through a descriptor
                 path = self.root / name
@@ -266,17 +284,20 @@ class MemoryTier:
                     try:
                         manifest = Manifest.decode(safefs.read_file(folder, MANIFEST_FILE, path))
                     except FileNotFoundError:
+                        if _files(folder):
+                            found.incomplete.append(path)
                         continue
                     except SnapshotError as error:
-                        damaged.append((path, Damage(MANIFEST_FILE, error.what.removeprefix(f"{MANIFEST_FILE}: "))))
+                        damage = Damage(MANIFEST_FILE, error.what.removeprefix(f"{MANIFEST_FILE}: "))
+                        found.damaged.append((path, damage))
                         continue
-                    snapshots.append(MemorySnapshot(path, manifest))
+                    found.snapshots.append(MemorySnapshot(path, manifest))
         # A run that began anew has smaller steps than the one before it: its lineage comes first all the same.
         latest: dict[str, str] = {}
-        for snapshot in snapshots:
+        for snapshot in found.snapshots:
             latest[snapshot.run_id] = max(latest.get(snapshot.run_id, ""), snapshot.manifest.created)
-        snapshots.sort(key=lambda s: (latest[s.run_id], s.run_id, s.global_step), reverse=True)
-        return snapshots, damaged
+        found.snapshots.sort(key=lambda s: (latest[s.run_id], s.run_id, s.global_step), reverse=True)
+        return found
 
 
 def _try_lock(fd: int) -> bool:
@@ -285,6 +306,28 @@ def _try_lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether somebody writes to a slot, or reads it. Whoever asks locks it for a moment, so a writer must not ask."""
+    folder = safefs.open_folder(path.parent, (path.name,), create=False)
+    if folder is None:
+        return False
+    with safefs.closing(folder):
+        lock = safefs.open_file(folder, LOCK_FILE, path, os.O_RDWR | os.O_CREAT)
+        with safefs.closing(lock):
+            return not _try_lock(lock)
+
+
+def _files(folder_fd: int) -> list[str]:
+    """The files of a slot, but for its lock."""
+    return [name for name in os.listdir(folder_fd) if name != LOCK_FILE]
+
+
+def _empty(folder_fd: int) -> None:
+    """Removes all files of a locked slot but its lock. The manifest first: what is half removed is no snapshot."""
+    for name in sorted(_files(folder_fd), key=lambda name: name != MANIFEST_FILE):
+        os.unlink(name, dir_fd=folder_fd)
 
 
 def _remove_slot(root_fd: int, name: str, path: Path, deadline: float) -> bool:
@@ -299,10 +342,8 @@ def _remove_slot(root_fd: int, name: str, path: Path, deadline: float) -> bool:
                 if time.monotonic() >= deadline:
                     return False
                 time.sleep(LOCK_POLL_S)
-            # The manifest first: what is half removed is no snapshot.
-            names = os.listdir(folder)  # noqa: PTH208 - through a descriptor
-            for file in sorted(names, key=lambda file: file != MANIFEST_FILE):
-                os.unlink(file, dir_fd=folder)
+            _empty(folder)
+            os.unlink(LOCK_FILE, dir_fd=folder)
     try:
         os.rmdir(name, dir_fd=root_fd)
     except OSError:  # somebody has just opened its lock

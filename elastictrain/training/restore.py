@@ -94,7 +94,7 @@ class Restorer:
         allowed: names of differences that are allowed.
         on_passed_over: called with (where, reason) for each snapshot, or store, that is passed over.
         on_wait: called before each pause in which a store that fails is waited for.
-        on_incomplete: called with (where, reason) for what is newer than the newest snapshot, and is none.
+        on_incomplete: called with (where, reason) for what is no snapshot, and might have been a newer one than all.
     """
 
     def __init__(
@@ -158,6 +158,9 @@ class Restorer:
 
     def _newest_in_memory(self, lookup: Lookup) -> SnapshotReader | None:
         self._pass_over_nameless(lookup)
+        if not lookup.begins_run:
+            for path in (path for tier in lookup.tiers for path in tier.incomplete()):
+                self._on_incomplete(str(path), f"{MANIFEST_FILE}: is missing")
         candidates = [c for tier in lookup.tiers for c in newest_first(tier, None, lookup.run_id)]
         return self._open(sorted(candidates, key=lambda c: -c.global_step), lookup)
 
@@ -201,9 +204,8 @@ class Restorer:
                 f"Start again once the store is back; {go_back}begin anew with --fresh.",
             ) from error
         newest = max((c.global_step for c in found), default=_NONE)
-        for (
-            left
-        ) in incomplete:  # no snapshot, and no reason not to begin; but whoever misses it should know where it is
+        # These are no snapshots, and no reason not to begin; but whoever misses one should know where it is.
+        for left in incomplete:
             if left.global_step > max(newest, reached):
                 self._on_incomplete(f"{store.where}/{left.name}", f"{MANIFEST_FILE}: is missing")
         if newest < noted and reached < noted:

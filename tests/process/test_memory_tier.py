@@ -292,3 +292,17 @@ def test_a_reader_keeps_the_mappings_of_files_that_stay_and_sees_what_is_in_them
     again, content = read(larger, "model.safetensors")
     assert again is not model
     assert content == (larger.path / "model.safetensors").read_bytes()
+
+
+def test_what_a_killed_writer_left_is_told_from_what_is_being_written(tier):
+    write(tier, 1)
+    writer = tier.begin(layouts())
+    assert tier.incomplete() == [], "somebody writes to it"
+    tier.close()
+    assert tier.incomplete() == [tier.root / f"slot-{writer.index}"]
+    other = MemoryTier(tier.root, base=tier._base)
+    write(other, 2)
+    assert other.incomplete() == []
+    other.discard(other.snapshots()[0])
+    assert other.incomplete() == [], "nothing is left of it"
+    other.close()
