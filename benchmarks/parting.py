@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 
 import torch
-from snapshot_run import RUN_ID, Run, StackTask, snapshotter_for
+from snapshot_run import RUN_ID, Run, StackTask, as_ranks_do, snapshotter_for
 from torch import nn
 
 from elastictrain.checkpoint.memory_tier import MemoryTier
@@ -132,6 +132,7 @@ def measure_keeping(args: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def main() -> None:
+    as_ranks_do()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--values", type=float, default=100, help="millions of fp32 values in the state")
     parser.add_argument("--rounds", type=int, default=7)

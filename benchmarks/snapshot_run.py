@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from elastictrain.core.phases import Phase
 from elastictrain.core.snapshot_interval import LastSnapshot, SnapshotSchedule
 from elastictrain.core.window import WindowPlan
 from elastictrain.logs import make_logger
+from elastictrain.supervisor.launcher import COPY_TUNABLES
 from elastictrain.training.device import Place
 from elastictrain.training.precision import Precision
 from elastictrain.training.replica import Replica
@@ -100,6 +102,12 @@ class Run:
             self.session.commit(self.trainee.updater.apply().applied)
         else:
             self.session.commit(True)
+
+
+def as_ranks_do() -> None:
+    """Begins this program anew with what the launcher has in its environment: glibc looks there only once."""
+    if "GLIBC_TUNABLES" not in os.environ:
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "GLIBC_TUNABLES": COPY_TUNABLES})
 
 
 def snapshotter_for(run: Run, root: Path, persister: Persister | None) -> Snapshotter:

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 from goals import Goal, judge, not_judged
-from snapshot_run import WIDTH, Run, snapshotter_for
+from snapshot_run import WIDTH, Run, as_ranks_do, snapshotter_for
 
 from elastictrain.checkpoint.persist_loop import PersisterSettings
 from elastictrain.checkpoint.persister_client import Persister
@@ -181,6 +181,7 @@ def _process_cpu_s(pid: int | None) -> float:
 
 
 def main() -> int:
+    as_ranks_do()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--values", type=float, default=100, help="millions of fp32 values in the state")
     parser.add_argument("--segments", type=int, default=12, help="rounds of four segments")

@@ -27,6 +27,11 @@ CLOSE_S = 1.0
 """Beyond the grace: how long the launcher may take to end once it was told to."""
 
 
+COPY_TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x200000"
+"""How ranks copy blocks of 2 MiB and more: around the caches. glibc reads this when a process begins. Its own limit is
+a large share of the last cache, on some machines hundreds of MiB."""
+
+
 class AgentProcess:
     """One agent, from the request to start it on.
 
@@ -99,6 +104,7 @@ class Launcher:
         }
         # Without a limit every rank of a node would take all its cores; a rank sets its own share of threads.
         env.setdefault("OMP_NUM_THREADS", "1")
+        env.setdefault("GLIBC_TUNABLES", COPY_TUNABLES)
         # What one incarnation has compiled, the next one finds. torch chooses at its import, so it is told here.
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(self._state_dir / COMPILE_CACHE_DIR / "inductor"))
         env.setdefault("TRITON_CACHE_DIR", str(self._state_dir / COMPILE_CACHE_DIR / "triton"))

@@ -1,15 +1,17 @@
 """The copy of a state into host memory: beside the training, by a thread that the training helps where it must wait.
 
-`ctypes.memmove` releases the interpreter lock, and glibc's copy of large blocks goes around the caches.
+`memmove` of ctypes releases the interpreter lock. What glibc takes for a large block it writes around the caches, in
+half the time; by itself it may take nothing below hundreds of megabytes for one, so ranks are told otherwise by their
+environment (`supervisor.launcher.COPY_TUNABLES`).
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from ctypes import memmove
 
 import torch
 from torch import Tensor
@@ -20,13 +22,8 @@ CHUNK_BYTES = 8 << 20
 """A copy is cut into pieces of this size, so that two threads can share it evenly."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Bytes to move from one address to another."""
-
-    target: int
-    source: int
-    size_bytes: int
+_Piece = tuple[int, int, int]
+"""Where to, where from, how many bytes."""
 
 
 class HostCopy:
@@ -45,15 +42,11 @@ class HostCopy:
             for target, source in now:
                 target.copy_(source)
         self._stability = stability
+        # Whoever copies looks at a tensor first and cuts it up: training need not wait for that as well.
+        self._tensors = deque(later)
         self._pieces: deque[_Piece] = deque()
-        self._others: deque[tuple[Tensor, Tensor]] = deque()
-        """What only torch can copy."""
-        for target, source in later:
-            if source.is_contiguous():
-                self._pieces.extend(_cut(target, source))
-            else:
-                self._others.append((target, source))
-        self._left = len(self._pieces) + len(self._others)
+        self._left = len(later)
+        """Tensors and pieces that are not copied yet."""
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._error: Exception | None = None
@@ -85,19 +78,23 @@ class HostCopy:
     def _work(self) -> None:
         finished = 0
         while True:
-            try:
-                piece = self._pieces.popleft()
-            except IndexError:
-                break
-            ctypes.memmove(piece.target, piece.source, piece.size_bytes)
-            finished += 1
-        while True:
-            try:
-                target, source = self._others.popleft()
-            except IndexError:
-                break
-            target.copy_(source)
-            finished += 1
+            if not self._pieces:
+                try:
+                    target, source = self._tensors.popleft()
+                except IndexError:
+                    break
+                if not source.is_contiguous():  # only torch can copy it
+                    target.copy_(source)
+                    finished += 1
+                    continue
+                pieces = _cut(target.data_ptr(), source.data_ptr(), source.nbytes)
+                with self._lock:
+                    self._left += len(pieces) - 1
+                self._pieces.extend(pieces)
+            with contextlib.suppress(IndexError):  # the other was faster
+                to, origin, size_bytes = self._pieces.popleft()
+                memmove(to, origin, size_bytes)
+                finished += 1
         with self._lock:
             self._left -= finished
             if self._left == 0:
@@ -105,10 +102,10 @@ class HostCopy:
                 self._done.set()
 
 
-def _cut(target: Tensor, source: Tensor) -> list[_Piece]:
-    size_bytes = source.numel() * source.element_size()
-    to, origin = target.data_ptr(), source.data_ptr()
+def _cut(to: int, origin: int, size_bytes: int) -> list[_Piece]:
+    if size_bytes <= CHUNK_BYTES:
+        return [(to, origin, size_bytes)]
     return [
-        _Piece(to + begin, origin + begin, min(CHUNK_BYTES, size_bytes - begin))
+        (to + begin, origin + begin, min(CHUNK_BYTES, size_bytes - begin))
         for begin in range(0, size_bytes, CHUNK_BYTES)
     ]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from elastictrain.checkpoint.format import Layout, TensorSpec, layout
+from elastictrain.checkpoint.format import Layout, layout
 from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
 from elastictrain.checkpoint.memory_tier import LOCK_POLL_S, Declined, MemoryTier
 from elastictrain.checkpoint.slot_writer import SlotWriter
@@ -24,7 +24,7 @@ from elastictrain.training.device_copy import DeviceCopy
 from elastictrain.training.host_copy import HostCopy
 from elastictrain.training.slot_views import SlotViews
 from elastictrain.training.stability import Stability
-from elastictrain.training.state import Captured
+from elastictrain.training.state import Captured, Form
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +131,17 @@ class SnapshotWriter:
         self._origin = origin
         self._stream = stream
         self._log = log
-        self._specs: dict[str, dict[str, TensorSpec]] | None = None
+        self._forms: dict[str, dict[str, Form]] | None = None
         self._layouts: dict[str, Layout] = {}
         self._views = SlotViews(page_locked=stream is not None)
         self._unstable: set[tuple[str, str]] = set()
 
     def lay_out(self, captured: Captured) -> None:
         """To be called with a state before it is written. Raises StateValueError: it holds what no snapshot can."""
-        specs = captured.specs()
-        if specs != self._specs:
-            self._layouts = {name: layout(tensors, None) for name, tensors in specs.items()}
-            self._specs = specs
+        forms = captured.forms()  # made in a fraction of the time that specs take: training waits
+        if forms != self._forms:
+            self._layouts = {name: layout(tensors, None) for name, tensors in captured.specs().items()}
+            self._forms = forms
             self._views.forget()
 
     def begin(self, captured: Captured) -> Filling | Declined:

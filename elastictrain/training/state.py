@@ -59,6 +59,7 @@ _EXTRA_STATE = "_extra_state"
 
 TensorFiles = dict[str, dict[str, Tensor]]
 """Tensors by file and name."""
+Form = tuple[torch.dtype, torch.layout, torch.Size]
 
 
 @dataclass(slots=True)
@@ -77,6 +78,13 @@ class Captured:
     files: TensorFiles
     volatile: dict[str, set[str]]
     trainer: dict[str, Any] = field(default_factory=dict)
+
+    def forms(self) -> dict[str, dict[str, Form]]:
+        """What decides the specs: they are the same where this is."""
+        return {
+            file: {name: (t.dtype, t.layout, t.shape) for name, t in tensors.items()}
+            for file, tensors in self.files.items()
+        }
 
     def specs(self) -> dict[str, dict[str, TensorSpec]]:
         """Dtype and shape of every tensor, by file and name. Raises StateValueError for one that cannot be kept."""

@@ -15,6 +15,7 @@ import pytest
 from elastictrain.heartbeat import Heartbeat, heartbeat_paths, read_heartbeat
 from elastictrain.procs import EnvironmentSlot
 from elastictrain.protocol import ENV_RUN_DIR, IMPORTS_FILE, LAUNCHER_LOG
+from elastictrain.supervisor.launcher import COPY_TUNABLES
 from tests.process.helpers import start_cli, wait_until, write_job
 
 TASK = """
@@ -88,6 +89,7 @@ def test_forked_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for rank, its in enumerate(ranks):
             assert its.environ()["RANK"] == str(rank)
             assert its.environ()[ENV_RUN_DIR] == str(state / "runs" / "0001")
+            assert its.environ()["GLIBC_TUNABLES"] == COPY_TUNABLES
             assert [argument for argument in its.cmdline()[1:] if argument] == ["-m", "elastictrain.training.start"]
             assert its.parent() == agent
             assert os.getsid(its.pid) == its.pid
