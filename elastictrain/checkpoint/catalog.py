@@ -214,9 +214,8 @@ def open_candidate(candidate: Candidate, scratch: Path, progress: Progress = no_
 
 def first_sound(
     candidates: Iterable[Candidate],
-    scratch: Path,
+    opened: Callable[[Candidate], SnapshotReader],
     on_passed_over: Callable[[Candidate, str], None],
-    progress: Progress = no_progress,
     *,
     refuse_newer_format: bool = True,
 ) -> SnapshotReader | None:
@@ -224,9 +223,8 @@ def first_sound(
 
     Args:
         candidates: newest first.
-        scratch: as in `open_candidate`.
+        opened: opens one, as `open_candidate` does.
         on_passed_over: called for each that is not, with the reason, which names the file.
-        progress: called with the bytes read.
         refuse_newer_format: one that a newer program wrote is no damaged one: what it holds is not to be done again
             unasked. Else it is passed over as well.
 
@@ -239,7 +237,7 @@ def first_sound(
     """
     for candidate in candidates:
         try:
-            return open_candidate(candidate, scratch, progress)
+            return opened(candidate)
         except (SnapshotError, BusyError) as error:
             if refuse_newer_format and isinstance(error, SnapshotVersionError):
                 raise SnapshotVersionError(f"{candidate.where}/{error.what}", error.hint) from error

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from elastictrain.checkpoint.catalog import Candidate, SnapshotReader, first_sound, newest_first
+from elastictrain.checkpoint.catalog import Candidate, SnapshotReader, first_sound, newest_first, open_candidate
 from elastictrain.checkpoint.durable_note import DurableNote
 from elastictrain.checkpoint.format import MANIFEST_FILE, Manifest, TensorSpec
 from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
@@ -228,10 +228,16 @@ class Restorer:
     def _open(self, candidates: list[Candidate], lookup: Lookup) -> SnapshotReader | None:
         if lookup.step is not None:
             candidates = [c for c in candidates if c.global_step == lookup.step]
-        try:
-            reader = first_sound(
-                candidates, lookup.scratch, self._passed_over, refuse_newer_format=REWIND not in self._allowed
+
+        def opened(candidate: Candidate) -> SnapshotReader:
+            return patiently(
+                lambda: open_candidate(candidate, lookup.scratch),
+                patience_s=lookup.store_patience_s,
+                on_wait=self._on_wait,
             )
+
+        try:
+            reader = first_sound(candidates, opened, self._passed_over, refuse_newer_format=REWIND not in self._allowed)
         except SnapshotVersionError as error:
             raise _refused(error) from error
         for tier in lookup.tiers:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from elastictrain.checkpoint.catalog import SnapshotReader, first_sound, newest_first
+from elastictrain.checkpoint.catalog import SnapshotReader, first_sound, newest_first, open_candidate
 from elastictrain.checkpoint.format import TensorSpec, layout
 from elastictrain.checkpoint.local_store import LocalStore
 from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
@@ -106,7 +106,7 @@ def main() -> None:
 
     first = 1
     with tempfile.TemporaryDirectory() as scratch:
-        reader = first_sound(newest_first(tier, store, RUN_ID), Path(scratch), complain)
+        reader = first_sound(newest_first(tier, store, RUN_ID), lambda c: open_candidate(c, Path(scratch)), complain)
         if reader is not None:
             with reader:
                 assert_holds(reader, options.size)

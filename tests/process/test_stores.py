@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -205,7 +206,8 @@ def test_damage_anywhere_is_named_and_the_previous_one_is_used(tier, tmp_path, f
             path.unlink()
         passed_over: list[str] = []
         candidates = newest_first(tier, None) if tier_name == "memory" else newest_first(None, store)
-        with first_sound(candidates, tmp_path, lambda c, reason: passed_over.append(reason)) as reader:  # noqa: B023
+        opened = partial(open_candidate, scratch=tmp_path)
+        with first_sound(candidates, opened, lambda c, reason: passed_over.append(reason)) as reader:  # noqa: B023
             assert reader.manifest.global_step == 1
             assert_holds(reader)
         problems = [*passed_over, *(str(d) for _, d in tier.damaged())]
