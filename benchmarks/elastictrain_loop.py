@@ -30,7 +30,7 @@ from workload import (
 
 from elastictrain.config.schema import JobConfig
 from elastictrain.logs import make_logger
-from elastictrain.protocol import RunSpec
+from elastictrain.protocol import Group, RunSpec
 from elastictrain.training.device import process_group
 from elastictrain.training.job import Job
 from elastictrain.training.session import Session
@@ -100,5 +100,6 @@ def train(workload: Workload, tick: Tick, overrides: Mapping[str, Mapping[str, A
             source=None,
             allowed_differences=[],
             mean_time_between_failures_s=3600.0,
+            group=Group.alone("benchmark-1", world_size=place.world_size, host="localhost"),
         )
         Job(spec, session, log).run()

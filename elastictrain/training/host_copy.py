@@ -67,12 +67,17 @@ class HostCopy:
             raise self._error
 
     def work(self) -> None:
-        """Copies until nothing is left to begin with. A copy that fails ends it all."""
+        """Copies until nothing is left to begin with. A copy that fails ends it all; so does one that is cut short by a
+        rank's leaving, which goes on: nobody must wait for the rest of it."""
         try:
             self._work()
         except Exception as error:  # noqa: BLE001 - whatever torch raises costs this snapshot, not the training
             self._error = error
             self._done.set()
+        except BaseException:
+            self._error = InterruptedError("the copy was cut short")
+            self._done.set()
+            raise
 
     @torch.no_grad()
     def _work(self) -> None:

@@ -73,5 +73,5 @@ def _page_lock(buffer: memoryview) -> None:
     if int(code) != 0:
         raise SnapshotError(
             f"CUDA cannot page-lock {len(buffer)} bytes of the memory tier: error {int(code)}",
-            "Raise the limit of locked memory (ulimit -l), or set checkpoint.memory_tier = false.",
+            "Raise the limit of locked memory: ulimit -l, or LimitMEMLOCK= in the unit.",
         )

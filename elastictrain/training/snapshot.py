@@ -117,10 +117,9 @@ class Snapshotter:
             self._log.warning("snapshot_left_out", at_step=step, reason=filling.reason)
             return Taken.DECLINED
         self._filling = filling
+        self._last = replace(self._last, global_step=step, ended_s=perf_counter())  # the thread's from here on
         self._committing = self._executor.submit(self._finish, filling, began_s)
-        now_s = perf_counter()
-        self._last = replace(self._last, global_step=step, ended_s=now_s)
-        self.stall_s += now_s - began_s
+        self.stall_s += perf_counter() - began_s
         self.num_taken += 1
         return Taken.BEGUN
 

@@ -9,10 +9,10 @@ undisturbed run:
 
     points of the memory tier    16 in the default set     56 in the soak
     random times                  6                        30
-    points of a folder           12                        48 in the long set
-    points of an object store     -                        50 in the long set
+    points of a folder           12                        48
+    points of an object store     -                        50
 
-Together 218, of which 86 in the soak and 98 in the long set. (`test_kill_sweep` kills 244 writers without training.)
+Together 218, of which 184 in the soak (`make test-soak`). (`test_kill_sweep` kills 244 writers without training.)
 """
 
 from __future__ import annotations

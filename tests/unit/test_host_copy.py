@@ -46,9 +46,36 @@ def test_it_is_not_done_before_the_last_piece_is(monkeypatch: pytest.MonkeyPatch
         assert is_held.wait(60)
         copy.work()
         waits = pool.submit(copy.before_change)
-        assert not waits.done()
+        with pytest.raises(TimeoutError):
+            waits.result(0.2)
         assert not torch.equal(target, source)
         may_go.set()
         slow.result(60)
         waits.result(60)
     assert torch.equal(target, source)
+
+
+class Leaving(BaseException):
+    """As the handler of a signal raises it."""
+
+
+@pytest.mark.parametrize("raised", [Leaving, ValueError])
+def test_nobody_waits_for_a_copy_that_was_cut_short(
+    monkeypatch: pytest.MonkeyPatch, raised: type[BaseException]
+) -> None:
+    """A rank that is told to leave in the middle of it: the thread that completes the snapshot must hear of it."""
+    source = torch.randn(CHUNK_BYTES)
+
+    def cut_short(to: int, origin: int, size_bytes: int) -> None:
+        raise raised
+
+    monkeypatch.setattr(host_copy, "memmove", cut_short)
+    copy = HostCopy([], [(torch.zeros_like(source), source)], Stability({}))
+    if raised is Leaving:
+        with pytest.raises(Leaving):
+            copy.before_change()
+    else:
+        copy.before_change()
+    monkeypatch.undo()
+    with ThreadPoolExecutor(1) as pool, pytest.raises((InterruptedError, ValueError)):
+        pool.submit(copy.complete).result(60)
