@@ -44,6 +44,8 @@ class HostCopy:
         self._stability = stability
         # Whoever copies looks at a tensor first and cuts it up: training need not wait for that as well.
         self._tensors = deque(later)
+        self._alive = later
+        """Pieces are addresses."""
         self._pieces: deque[_Piece] = deque()
         self._left = len(later)
         """Tensors and pieces that are not copied yet."""
