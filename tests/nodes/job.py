@@ -58,6 +58,7 @@ class Job:
         self.folder.mkdir()
         self.store = self.folder / "snapshots"
         self.processes: dict[int, NodeProcess] = {}
+        self.max_steps = max_steps
         self.file = write_job(
             self.folder,
             TASK,
@@ -124,7 +125,7 @@ class Job:
     def wait_steps(self, count: int) -> None:
         """Until so many more are done."""
         before = self.step
-        assert before + count < STEPS, "the job is too short for this test"
+        assert before + count < self.max_steps, "the job is too short for this test"
         wait_until(lambda: self.step >= before + count, DEADLINE_S)
 
     def lines(self) -> list[dict[str, Any]]:
