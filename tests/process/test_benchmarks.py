@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.process.helpers import DEADLINE_S, ROOT
 
 
@@ -17,3 +19,20 @@ def test_the_one_of_snapshots_runs(tmp_path: Path) -> None:
     assert "goals not judged" in done.stdout
     for figure in ("torch.save", "dcp.async_save", "ours, durable", "ours, restore", "throughput relative"):
         assert figure in done.stdout
+
+
+@pytest.mark.long
+def test_those_of_the_loop_run() -> None:
+    command = [
+        sys.executable,
+        ROOT / "benchmarks" / "loop_overhead.py",
+        "--quick",
+        "--workloads",
+        "small",
+        "--ranks",
+        "1",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "goals not judged" in done.stdout
+    assert any(line.split()[:1] == ["elastictrain"] for line in done.stdout.splitlines())
