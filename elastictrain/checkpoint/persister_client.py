@@ -84,6 +84,9 @@ class Persister:
         self._status = PersisterStatus()
         self._pending: Request | None = None
         self._failed_step: int | None = None
+        """The last snapshot of this step will never be durable."""
+        self._is_broken = False
+        """The thread in place of a process has died: nothing more will be durable."""
         self._closing = False
         self._process: subprocess.Popen[str] | None = None
         self._loop: PersistLoop | None = None
@@ -118,11 +121,17 @@ class Persister:
         self._thread.start()
 
     def submit(self, snapshot: MemorySnapshot) -> None:
-        """Hands over a snapshot; returns at once. One that was waiting is superseded."""
+        """Hands over a snapshot; returns at once. One that was waiting is superseded. One of a step that has failed
+        takes the place of that: what is known of the one before says nothing of it."""
         request = Request(str(snapshot.path), snapshot.name)
         with self._changed:
             if self._closing:
                 raise RuntimeError("the persister is closed")
+            if self._is_broken:
+                self._failed_step = snapshot.global_step
+                return
+            if self._failed_step == snapshot.global_step:
+                self._failed_step = None
             self._pending = request
             self._status = replace(self._status, pending_step=snapshot.global_step)
             if self._thread is None:
@@ -190,6 +199,7 @@ class Persister:
             self._loop.run()
         except BaseException as error:
             with self._changed:
+                self._is_broken = True
                 name = self._pending.name if self._pending is not None else ""
             self._receive(Report("failed", name, {"error": f"the persister ended: {type(error).__name__}"}))
             raise

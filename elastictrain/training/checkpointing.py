@@ -306,6 +306,16 @@ class Checkpointing:
             self._snapshotter.give_up_last()
             newest = self._last_step_in_memory(self._snapshotter, self._persister, step) or newest
             durable = self._wait_for_durable(self._persister, newest)
+        if durable:
+            self._release_source()
+        else:
+            self._log.warning(
+                "snapshot_not_durable",
+                at_step=newest.global_step,
+                kept_in=str(newest.path),
+                store=redact_url(self._url),
+                last_error=self._persister.status.last_error,
+            )
         self._end(clean=durable and newest.global_step == step)
         return Kept(newest.global_step, durable)
 
@@ -333,22 +343,12 @@ class Checkpointing:
         return newest
 
     def _wait_for_durable(self, persister: Persister, newest: MemorySnapshot) -> bool:
-        """Waits for the store as long as it may; says so if that was not long enough."""
+        """Waits for the store as long as it may, and as there is something to wait for."""
         durable = persister.wait(newest.global_step, 0.0)
         while not durable and self._may_wait() and not persister.has_failed(newest.global_step):
             durable = persister.wait(newest.global_step, WAIT_SLICE_S)
             self._session.beat()
-        if durable:
-            self._release_source()
-            return True
-        self._log.warning(
-            "snapshot_not_durable",
-            at_step=newest.global_step,
-            kept_in=str(newest.path),
-            store=redact_url(self._url),
-            last_error=persister.status.last_error,
-        )
-        return False
+        return durable
 
     def _is_superfluous(self) -> bool:
         """Whether what this node, which is not rank zero's, has kept at a failure is needed no longer."""

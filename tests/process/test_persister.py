@@ -19,7 +19,7 @@ from elastictrain.checkpoint.catalog import newest_first, open_candidate
 from elastictrain.checkpoint.faults import ENV_FAULT
 from elastictrain.checkpoint.fence import Fence
 from elastictrain.checkpoint.format import snapshot_name
-from elastictrain.checkpoint.persist_loop import PersisterSettings, Report
+from elastictrain.checkpoint.persist_loop import PersisterSettings, PersistLoop, Report
 from elastictrain.checkpoint.persister_client import Persister
 from elastictrain.checkpoint.store import open_store
 from tests.process.snapshot_payload import RUN_ID, assert_holds, store_of, tier_of, write
@@ -224,6 +224,33 @@ def test_a_damaged_source_is_a_failure_that_is_known_at_once(tier, make_persiste
     assert "model.safetensors" in persister.status.last_error
     persister.submit(write(tier, 2))
     assert persister.wait(2, DEADLINE_S)
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_a_sound_snapshot_takes_the_place_of_a_damaged_one_of_its_step(tier, tmp_path, make_persister, in_process):
+    persister = make_persister(in_process=in_process)
+    damaged = write(tier, 1)
+    path = damaged.path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    persister.submit(damaged)
+    assert not persister.wait(1, DEADLINE_S)
+    assert persister.has_failed(1)
+    tier.discard(damaged)
+    persister.submit(write(tier, 1))
+    assert persister.wait(1, DEADLINE_S)
+    assert not persister.has_failed(1)
+    assert durable_steps(tmp_path) == [1]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_a_thread_that_has_died(tier, make_persister, monkeypatch):
+    monkeypatch.setattr(PersistLoop, "_persist", lambda self, request: 1 / 0)
+    persister = make_persister(in_process=True)
+    for step in (1, 1, 2):
+        persister.submit(write(tier, step))
+        assert not persister.wait(step, DEADLINE_S)
+        assert persister.has_failed(step)
+    assert "ZeroDivisionError" in persister.status.last_error
 
 
 def test_signals_are_ignored_and_secrets_are_not_on_the_command_line(tier, make_persister):

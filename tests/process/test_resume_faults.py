@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import shutil
@@ -259,12 +260,32 @@ def test_damage_in_the_memory_tier(
     assert_same_future(run, tmp_path, *undisturbed)
 
 
+def test_a_last_snapshot_that_is_damaged_before_it_is_durable_is_taken_again(
+    tmp_path: Path, undisturbed: tuple[Trained, Path]
+) -> None:
+    """The state itself is still there, and the store works."""
+    (tmp_path / "state").mkdir(parents=True)
+    with (tmp_path / "state" / "persister.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another persister's turn, until the damage is done
+
+        def damage_the_last(_ranks: list[Any]) -> None:
+            last = whole.counters["global_step"]
+            wait_until(lambda: [s.global_step for s in memory_of(tmp_path).snapshots()][:1] == [last])
+            flip(memory_of(tmp_path).snapshots()[0].path / "model.safetensors")
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+        whole = undisturbed[0]
+        run = go(tmp_path, while_running=damage_the_last)
+    assert len(run.events("persister_failed")) == 1
+    assert run.events("snapshot_not_durable") == []
+    assert_same_future(run, tmp_path, *undisturbed)
+    assert nothing_left(tmp_path)
+
+
 def wait_for_persister(folder: Path) -> None:
     """Until the persister of a rank that was killed is done: it goes on alone."""
 
     def is_idle() -> bool:
-        import fcntl
-
         path = folder / "state" / "persister.lock"
         if not path.exists() or not steps_in(store_of(folder)):
             return False
