@@ -17,7 +17,6 @@ from elastictrain import __version__
 from elastictrain.checkpoint.durable_note import DurableNote
 from elastictrain.checkpoint.fence import Fence
 from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
-from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.persist_loop import PersisterSettings, Report
 from elastictrain.checkpoint.persister_client import Persister
 from elastictrain.checkpoint.secrets import redact_url
@@ -29,6 +28,7 @@ from elastictrain.errors import SnapshotError, StorageError
 from elastictrain.logs import Logger
 from elastictrain.protocol import SNAPSHOTS_DIR, RunSpec
 from elastictrain.training.memory_return import give_back, is_stored
+from elastictrain.training.node_tiers import NodeTiers
 from elastictrain.training.parting import Parted, Parting
 from elastictrain.training.restore import Lookup, Restored, Restorer
 from elastictrain.training.scratch import scratch_folder
@@ -79,7 +79,7 @@ class Checkpointing:
         place = session.place
         state_dir = Path(spec.state_dir)
         self._url = self._config.url or str(state_dir / SNAPSHOTS_DIR)
-        self._tiers = self._open_tiers(config.name, state_dir)
+        self._tiers = NodeTiers.of_job(self._config, job=config.name, state_dir=state_dir)
         self._parting_patience_s = config.supervisor.teardown_timeout_s / 2
         self._store: Store | None = None
         if place.is_rank_zero:
@@ -96,20 +96,6 @@ class Checkpointing:
         self._persister: Persister | None = None
         self._snapshotter: Snapshotter | None = None
         self._parting: Parting | None = None
-
-    def _open_tiers(self, job: str, state_dir: Path) -> tuple[MemoryTier, ...]:
-        """The memory tier, and the folder that stands in for it where it is off or has no room."""
-        staging = MemoryTier.staging(state_dir)
-        if not self._config.memory_tier:
-            return (staging,)
-        budget_mb = self._config.memory_budget_mb
-        memory = MemoryTier.for_job(
-            Path(self._config.memory_path),
-            job=job,
-            state_dir=state_dir,
-            budget_bytes=budget_mb << 20 if budget_mb is not None else None,
-        )
-        return memory, staging
 
     # ---- the start
 
@@ -129,9 +115,11 @@ class Checkpointing:
             on_incomplete=self._incomplete,
         )
         is_local_zero = self._session.place.local_rank == 0
+        if is_local_zero:
+            self._tiers = self._tiers.readable(self._passed_over)
         with scratch_folder(Path(self._spec.state_dir)) as scratch:
             own = Lookup(
-                self._tiers if is_local_zero else (),
+                self._tiers.held if is_local_zero else (),
                 self._store,
                 self._spec.run_id,
                 scratch,
@@ -206,7 +194,7 @@ class Checkpointing:
             self._session,
             state,
             shadow,
-            self._tiers,
+            self._tiers.written,
             self._snapshotter,
             first_step=first_step,
             origin=self._origin,
@@ -237,7 +225,7 @@ class Checkpointing:
             self._persister.begin()
         snapshotter = Snapshotter(
             state,
-            self._tiers,
+            self._tiers.written,
             self._persister,
             SnapshotSchedule(config.every_steps, config.every_s, config.is_auto, config.max_overhead),
             first=LastSnapshot(first_step, perf_counter()),
@@ -247,7 +235,7 @@ class Checkpointing:
             log=self._log,
         )
         if restored is not None and restored.in_memory is not None:
-            for tier in self._tiers:
+            for tier in self._tiers.held:
                 if tier.root == restored.in_memory.path.parent:
                     tier.newest = restored.in_memory
             snapshotter.hand_over(restored.in_memory)
@@ -352,7 +340,7 @@ class Checkpointing:
 
     def _is_superfluous(self) -> bool:
         """Whether what this node, which is not rank zero's, has kept at a failure is needed no longer."""
-        if not any(tier.root.is_dir() for tier in self._tiers):
+        if not any(tier.root.is_dir() for tier in self._tiers.held):
             return False
         step = self._session.global_step
         stored = is_stored(
@@ -370,7 +358,7 @@ class Checkpointing:
         """Closes; memory that holds nothing but what is durable is given back."""
         self.close()
         if clean:
-            give_back(self._tiers, self._log)
+            give_back(self._tiers.held, self._log)
 
     def _may_wait(self) -> bool:
         if self._deadline_s is None and self._session.stop_asked:
@@ -398,5 +386,5 @@ class Checkpointing:
         if self._persister is not None:
             self._persister.close(finish=True, timeout_s=PERSISTER_LEAVE_S)
             self._persister = None
-        for tier in self._tiers:
+        for tier in self._tiers.held:
             tier.close()

@@ -574,6 +574,40 @@ def test_without_a_memory_tier(tmp_path: Path, undisturbed: tuple[Trained, Path]
     assert not (tmp_path / "state" / "staging").exists()
 
 
+def test_what_is_newest_in_memory_is_gone_on_with_though_the_memory_tier_is_off_by_now(
+    tmp_path: Path, undisturbed: tuple[Trained, Path]
+) -> None:
+    """The error that names the switch tells people to do just that; and the memory is given back at the end."""
+    assert go(tmp_path, environment=FIFTH, expect_success=False).codes == [KILLED]
+    newest = memory_of(tmp_path).snapshots()[0].global_step
+    wait_for_persister(tmp_path)
+    for stored in store_of(tmp_path).snapshots():
+        if stored.global_step >= newest:  # as if the store had been slower
+            store_of(tmp_path).delete(stored.name)
+    (tmp_path / "state" / "durable.json").unlink()
+    run = go(tmp_path, checkpoint={"memory_tier": False})
+    restored = [(event["from_tier"], event["global_step"]) for event in run.events("restored")]
+    assert restored == [("memory", newest)]
+    assert_same_future(run, tmp_path, *undisturbed)
+    assert nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("unfit", ["missing", "a file", "a link in it"])
+def test_a_memory_tier_that_is_off_need_not_be_fit(tmp_path: Path, unfit: str) -> None:
+    place = tmp_path / "unfit"
+    if unfit == "a file":
+        place.touch()
+    elif unfit == "a link in it":
+        place.mkdir()
+        (place / f"elastictrain-{os.geteuid()}").symlink_to(tmp_path)
+    off = {"memory_tier": False, "memory_path": str(place)}
+    run = go(tmp_path, checkpoint=off, train_section={"max_steps": 2})
+    assert steps_in(store_of(tmp_path))[0] == 2
+    said = [event["where"] for event in run.events("snapshot_passed_over")]
+    assert [where.startswith(str(place)) for where in said] == ([] if unfit == "missing" else [True])
+    assert run.events("memory_not_given_back") == []
+
+
 # ---- secrets
 
 

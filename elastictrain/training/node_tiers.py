@@ -1,0 +1,59 @@
+"""Where a node has snapshots that are not durable yet: in the memory tier, or in the folder that stands in for it.
+
+`checkpoint.memory_tier` says where new ones go. What an earlier start left in memory counts whatever it says: it may
+be the newest there is, and nobody else would ever give its memory back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastictrain.checkpoint.memory_tier import MemoryTier
+from elastictrain.config.schema import CheckpointConfig
+from elastictrain.errors import ElasticTrainError
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTiers:
+    """A job's tiers on this node.
+
+    Args:
+        held: which may hold snapshots: looked into at a start, given back at the end.
+        written: where new ones go; the next one where the one before has no room.
+    """
+
+    held: tuple[MemoryTier, ...]
+    written: tuple[MemoryTier, ...]
+
+    @classmethod
+    def of_job(cls, config: CheckpointConfig, *, job: str, state_dir: Path) -> NodeTiers:
+        """The tiers of a job, by its name and state directory; `config` says whether the memory tier is written to."""
+        staging = MemoryTier.staging(state_dir)
+        budget_mb = config.memory_budget_mb
+        memory = MemoryTier.for_job(
+            Path(config.memory_path),
+            job=job,
+            state_dir=state_dir,
+            budget_bytes=budget_mb << 20 if budget_mb is not None else None,
+        )
+        return cls((memory, staging), (memory, staging) if config.memory_tier else (staging,))
+
+    def readable(self, on_passed_over: Callable[[str, str], None]) -> NodeTiers:
+        """Without the memory tier where that is off and cannot even be looked into: a path that is unfit, or somebody
+        else's, must not keep such a job from its start.
+
+        Args:
+            on_passed_over: called with (where, reason) for what is left out.
+        """
+        held = []
+        for tier in self.held:
+            try:
+                if tier not in self.written:
+                    tier.incomplete()  # reads all that a start will
+            except (OSError, ElasticTrainError) as error:
+                on_passed_over(str(tier.root), error.what if isinstance(error, ElasticTrainError) else str(error))
+            else:
+                held.append(tier)
+        return NodeTiers(tuple(held), self.written)
