@@ -19,15 +19,20 @@ CLEAN_TIMEOUT_S = 5.0
 """How long to wait for whoever still reads the memory tier."""
 LOOK_S = 0.5
 """How often another node looks into the store."""
+_HINT = "All in it is durable: once nobody reads it, remove the folder, or start the job again."
 
 
 def give_back(tiers: Sequence[MemoryTier], log: Logger) -> None:
     """Removes all that the tiers hold. What does not work is said: nothing that the run should fail for."""
     for tier in tiers:
         try:
-            tier.clean(timeout_s=CLEAN_TIMEOUT_S)
+            is_gone = tier.clean(timeout_s=CLEAN_TIMEOUT_S)
         except (OSError, ElasticTrainError) as error:
             log.warning("memory_not_given_back", where=str(tier.root), error=str(error))
+            continue
+        if not is_gone:
+            reason = f"another process still reads a snapshot there, after {CLEAN_TIMEOUT_S:g} s"
+            log.warning("memory_not_given_back", where=str(tier.root), error=reason, hint=_HINT)
 
 
 def is_stored(
