@@ -35,7 +35,9 @@ def run(
     fresh: Annotated[
         bool,
         typer.Option(
-            "--fresh", help="Begin a new run, whatever snapshots there are. They are kept, and not looked at again."
+            "--fresh",
+            help="Begin a new run, whatever snapshots there are. Those in the store are kept, and not looked at again; "
+            "what is not durable yet is overwritten.",
         ),
     ] = False,
     source: Annotated[

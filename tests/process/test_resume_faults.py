@@ -608,6 +608,23 @@ def test_a_memory_tier_that_is_off_need_not_be_fit(tmp_path: Path, unfit: str) -
     assert run.events("memory_not_given_back") == []
 
 
+def test_a_fresh_run_keeps_what_is_durable_and_writes_over_what_is_in_memory_alone(tmp_path: Path) -> None:
+    """As the help of `--fresh` says."""
+    assert go(tmp_path, environment=FIFTH, expect_success=False).codes == [KILLED]
+    wait_for_persister(tmp_path)
+    store = store_of(tmp_path)
+    in_memory = memory_of(tmp_path).snapshots()[0]
+    for stored in store.snapshots():
+        if stored.global_step >= in_memory.global_step:
+            store.delete(stored.name)
+    old = {stored.name for stored in store.snapshots()}
+    go(tmp_path, overrides=["train.max_steps=4"], options=StartOptions(fresh=True))
+    names = {stored.name for stored in store.snapshots()}
+    assert old < names
+    assert in_memory.name not in names
+    assert nothing_left(tmp_path)
+
+
 # ---- secrets
 
 
