@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_exponential_jitter
 
 from elastictrain.errors import StorageError
 
@@ -25,7 +25,8 @@ def patiently(act: Callable[[], T], *, patience_s: float, on_wait: OnWait) -> T:
 
     Args:
         act: what to do; only a StorageError of it is tried again.
-        patience_s: how long to try; the last try may end later.
+        patience_s: for how long it may fail, counted from its first failure: what the first try did well until then,
+            such as a long download, costs no patience. The last try may end later.
         on_wait: see there.
 
     Raises:
@@ -37,9 +38,20 @@ def patiently(act: Callable[[], T], *, patience_s: float, on_wait: OnWait) -> T:
         pause_s = state.next_action.sleep if state.next_action is not None else 0.0
         on_wait(error.what if isinstance(error, StorageError) else str(error), pause_s)
 
+    first_failed_s: float | None = None
+
+    def is_over(state: RetryCallState) -> bool:
+        # tenacity's own stop_after_delay counts from the start of the first try.
+        nonlocal first_failed_s
+        failed_s = state.outcome_timestamp
+        assert failed_s is not None  # it is set with the outcome
+        if first_failed_s is None:
+            first_failed_s = failed_s
+        return failed_s - first_failed_s >= patience_s
+
     retrying = Retrying(
         retry=retry_if_exception_type(StorageError),
-        stop=stop_after_delay(patience_s),
+        stop=is_over,
         wait=wait_exponential_jitter(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
         before_sleep=tell,
         reraise=True,
