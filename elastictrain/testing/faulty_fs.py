@@ -5,7 +5,8 @@
 Calls are counted by kind, over all files: `write` (a chunk handed to an open file), `close` (of a written file),
 `put` (a small file in one go), `read`, `get` (a small file in one go), `info`, `ls`, `delete`. A fault is named by
 kind and number, from 1: `fail` raises OSError, `truncate` loses the second half of the data and says nothing, `stall`
-sleeps for an hour, `fail+` fails from there on. Counters live in the process, per `counter` name; `reset` zeroes them.
+sleeps for an hour, `fail+` fails from there on. Only kinds that carry data can be cut; what names no fault is refused
+when the file system is made. Counters live in the process, per `counter` name; `reset` zeroes them.
 What it is given as `secret` it says in every error, as a careless client would. With `once`, the path of a file that is
 made at the first fault, no process has a fault once that file is there.
 
@@ -25,6 +26,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
 KINDS = ("write", "close", "put", "read", "get", "info", "ls", "delete")
+WITH_DATA = ("write", "put", "read", "get")
+"""Kinds whose data can be cut."""
+ACTIONS = ("fail", "fail+", "truncate", "stall")
 STALL_S = 3600.0
 
 _counters: dict[str, Counter[str]] = {}
@@ -49,6 +53,9 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
         counter: name of the counters.
         once: file that says that the one fault there is to be has been.
         secret: said in every error.
+
+    Raises:
+        ValueError: a fault is none that can be.
     """
 
     protocol = "faulty"
@@ -66,6 +73,8 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
         super().__init__(**kwargs)
         self._target = MemoryFileSystem() if target == "memory" else LocalFileSystem(auto_mkdir=True)
         self._faults = dict(faults or {})
+        for name, action in self._faults.items():
+            _check(name, action)
         self._counts = counts(counter)
         self._once = Path(once) if once else None
         self._said = f" (secret={secret})" if secret else ""
@@ -130,6 +139,19 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
 
     def invalidate_cache(self, path: str | None = None) -> None:
         self._target.invalidate_cache(path)
+
+
+def _check(name: str, action: str) -> None:
+    """Raises ValueError for a fault that would never happen: a test with it could not fail."""
+    kind, _, number = name.partition(":")
+    if kind not in KINDS:
+        raise ValueError(f"fault {name!r}: there is no call {kind!r}; there are {', '.join(KINDS)}")
+    if not (number.isdecimal() and int(number) >= 1):
+        raise ValueError(f"fault {name!r}: needs the number of the call, from 1, as in '{kind}:1'")
+    if action not in ACTIONS:
+        raise ValueError(f"fault {name!r}: there is no {action!r}; there are {', '.join(ACTIONS)}")
+    if action == "truncate" and kind not in WITH_DATA:
+        raise ValueError(f"fault {name!r}: {kind} carries no data to cut; {', '.join(WITH_DATA)} do")
 
 
 class _FaultyWriter:

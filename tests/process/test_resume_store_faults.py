@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.checkpoint.store import open_store
-from elastictrain.testing.faulty_fs import KINDS
+from elastictrain.testing.faulty_fs import KINDS, WITH_DATA
 from tests.process.resume_helpers import assert_same_trace, go, kept, nothing_left
 from tests.process.test_resume_store_kills import EVERYTHING
 
@@ -26,7 +26,7 @@ OF_THE_PERSISTER = ("write", "close", "put", "delete")
     ("action", "kinds"),
     [
         pytest.param("fail", KINDS, id="fail"),
-        pytest.param("truncate", KINDS, id="truncate", marks=pytest.mark.long),
+        pytest.param("truncate", WITH_DATA, id="truncate", marks=pytest.mark.long),
         pytest.param("stall", OF_THE_PERSISTER, id="stall", marks=pytest.mark.long),
     ],
 )

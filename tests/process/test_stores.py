@@ -325,14 +325,17 @@ def test_leftovers_in_an_object_store_go_once_the_run_has_gone_on(tier):
     assert store._fs.exists(store._path(new, "model.safetensors"))
 
 
-FAULTS = [
+CALLS = [
     *(f"{kind}:{n}" for kind, most in {"write": 2, "close": 2, "put": 1, "get": 1, "read": 4, "info": 5}.items()
       for n in range(1, most + 1)),
 ]  # fmt: skip
+FAULTS = [
+    *((call, "fail") for call in CALLS),
+    *((call, "truncate") for call in CALLS if call.partition(":")[0] in faulty_fs.WITH_DATA),
+]
 
 
-@pytest.mark.parametrize("action", ["fail", "truncate"])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("fault", "action"), FAULTS)
 def test_a_store_that_fails_once_leaves_nothing_torn_and_the_next_try_works(tier, tmp_path, fault, action):
     unique = uuid.uuid4().hex
     sound = open_store(f"faulty://{unique}")
@@ -348,6 +351,23 @@ def test_a_store_that_fails_once_leaves_nothing_torn_and_the_next_try_works(tier
         store.put(source)
     assert faulty_fs.counts(unique)[fault.partition(":")[0]] >= int(fault.partition(":")[2])
     assert check(sound, tmp_path) == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "action", "why"),
+    [
+        *((f"{kind}:1", "truncate", f"{kind} carries no data") for kind in ("close", "info", "ls", "delete")),
+        ("rename:1", "fail", "no call 'rename'"),
+        ("write", "fail", "needs the number"),
+        ("write:0", "fail", "needs the number"),
+        ("write:1", "cut", "no 'cut'"),
+    ],
+)
+def test_a_fault_that_would_never_happen_is_refused(fault, action, why):
+    with pytest.raises(ValueError, match=f"fault '{fault}': .*{why}"):
+        faulty_fs.FaultyFileSystem(faults={fault: action})
+    with pytest.raises(ConfigError, match=why):
+        open_store("faulty://x", {"faults": {fault: action}})
 
 
 def test_without_reading_back_a_cut_is_still_found_by_size(tier):
