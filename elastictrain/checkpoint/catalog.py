@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
+
+import xxhash
 
 from elastictrain.checkpoint.format import (
     TRAINER_FILE,
@@ -27,13 +30,25 @@ from elastictrain.checkpoint.format import (
 )
 from elastictrain.checkpoint.memory_snapshot import MemorySnapshot, OpenSnapshot, map_read_only, verify_memory
 from elastictrain.checkpoint.memory_tier import MemoryTier
-from elastictrain.checkpoint.store import Progress, Store, no_progress
+from elastictrain.checkpoint.store import CHUNK_BYTES, Progress, Store, no_progress
 from elastictrain.errors import BusyError, SnapshotDamagedError, SnapshotError, SnapshotVersionError
 
 HASH_THREADS = 2
 """A snapshot has two large files, the model and the optimizer's state: they are read and hashed side by side."""
 
 Tier = Literal["memory", "durable"]
+T = TypeVar("T")
+
+
+class Attempt(Protocol):
+    """How one call of a store is made: once, or again while the store fails."""
+
+    def __call__(self, act: Callable[[], T], /) -> T: ...
+
+
+def once(act: Callable[[], T], /) -> T:
+    """For those who do not wait for a store that fails."""
+    return act()
 
 
 @dataclass(frozen=True)
@@ -168,13 +183,18 @@ def latest_run(candidates: Iterable[Candidate]) -> str | None:
     return latest[1] if latest else None
 
 
-def open_candidate(candidate: Candidate, scratch: Path, progress: Progress = no_progress) -> SnapshotReader:
+def open_candidate(
+    candidate: Candidate, scratch: Path, progress: Progress = no_progress, attempt: Attempt = once
+) -> SnapshotReader:
     """Opens a snapshot, having read all of it and compared it to its manifest.
 
     Args:
         candidate: which.
         scratch: folder for what must be downloaded; the caller removes it when done.
-        progress: called with the bytes read.
+        progress: called, in this thread, with the bytes of each piece that was downloaded, and once more when they are
+            hashed.
+        attempt: how each file is fetched from the durable tier. It is for each by itself: one that has arrived need not
+            come again when the store fails at the next.
 
     Raises:
         SnapshotDamagedError: names every file that is wrong, and why.
@@ -190,7 +210,11 @@ def open_candidate(candidate: Candidate, scratch: Path, progress: Progress = no_
         else:
             store, name = candidate.store, candidate.name
             assert store is not None
-            manifest, map_file = store.read_manifest(name), lambda file: _map_path(store.fetch(name, file, scratch))
+            manifest = attempt(lambda: store.read_manifest(name))
+
+            def map_file(file: str) -> memoryview:
+                return _map_path(attempt(lambda: store.fetch(name, file, scratch, progress)))
+
         buffers: dict[str, memoryview] = {}
         damages = []
         for file in manifest.files:
@@ -198,13 +222,11 @@ def open_candidate(candidate: Candidate, scratch: Path, progress: Progress = no_
                 buffers[file] = map_file(file)
             except SnapshotDamagedError:
                 damages.append(Damage(file, "is missing"))
-        with ThreadPoolExecutor(max_workers=HASH_THREADS, thread_name_prefix="hash") as executor:
-            whole = {file: view for file, view in buffers.items() if len(view) == manifest.files[file].size_bytes}
-            digests = dict(zip(whole, executor.map(digest, whole.values()), strict=True))
+        whole = {file: view for file, view in buffers.items() if len(view) == manifest.files[file].size_bytes}
+        digests = _digests(whole, progress)
         for file, view in buffers.items():
             if damage := check_content(file, manifest.files[file], len(view), digests.get(file, "")):
                 damages.append(damage)
-            progress(len(view))
         if damages:
             raise SnapshotDamagedError("; ".join(map(str, damages)))
         if TRAINER_FILE not in buffers:
@@ -243,6 +265,30 @@ def first_sound(
                 raise SnapshotVersionError(f"{candidate.where}/{error.what}", error.hint) from error
             on_passed_over(candidate, error.what)
     return None
+
+
+def _digests(views: Mapping[str, memoryview], progress: Progress) -> dict[str, str]:
+    """The xxh3-128 of each buffer. Where it is a mapped file of a slow disk, this is what reads it: so progress is told
+    of each piece; in this thread, since whoever is told may not be prepared for another."""
+    hashed: SimpleQueue[int | None] = SimpleQueue()
+
+    def hash_view(view: memoryview) -> str:
+        hasher = xxhash.xxh3_128()
+        try:
+            for begin in range(0, len(view), CHUNK_BYTES):
+                piece = view[begin : begin + CHUNK_BYTES]
+                hasher.update(piece)
+                hashed.put(len(piece))
+            return hasher.hexdigest()
+        finally:
+            hashed.put(None)
+
+    with ThreadPoolExecutor(max_workers=HASH_THREADS, thread_name_prefix="hash") as executor:
+        hashing = {file: executor.submit(hash_view, view) for file, view in views.items()}
+        for _ in hashing:
+            while (num_bytes := hashed.get()) is not None:
+                progress(num_bytes)
+        return {file: done.result() for file, done in hashing.items()}
 
 
 def _map_path(path: Path) -> memoryview:

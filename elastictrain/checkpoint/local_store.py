@@ -115,7 +115,7 @@ class LocalStore(Store):
         except OSError as error:
             raise _failed(self.path / name / file, error) from error
 
-    def fetch(self, name: str, file: str, scratch: Path) -> Path:
+    def fetch(self, name: str, file: str, scratch: Path, progress: Progress = no_progress) -> Path:
         path = self.path / name / file
         if not path.is_file():
             raise SnapshotDamagedError(f"{file}: is missing")

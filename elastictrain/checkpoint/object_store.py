@@ -49,6 +49,8 @@ class ObjectStore(Store):
         ConfigError: fsspec does not know the protocol or refuses the options.
     """
 
+    is_downloaded = True
+
     def __init__(self, url: str, storage_options: Mapping[str, Any], *, verify_uploads: bool = True) -> None:
         super().__init__(redact_url(url))
         self._redact = Redactor(url, storage_options)
@@ -137,12 +139,13 @@ class ObjectStore(Store):
         with self._reading(name, file):
             return cast("bytes", self._fs.cat_file(self._path(name, file)))
 
-    def fetch(self, name: str, file: str, scratch: Path) -> Path:
+    def fetch(self, name: str, file: str, scratch: Path, progress: Progress = no_progress) -> Path:
         target = scratch / f"{name}.{file}"
         partial = target.with_suffix(".part")
         with self._reading(name, file), self.open(name, file) as stream, partial.open("wb") as out:
             while chunk := stream.read(CHUNK_BYTES):
                 out.write(chunk)
+                progress(len(chunk))
         return partial.rename(target)
 
     def open(self, name: str, file: str) -> BinaryIO:

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Protocol
+from typing import Any, BinaryIO, ClassVar, Final, Protocol
 
 import xxhash
 
@@ -82,6 +82,9 @@ class Store(ABC):
         where: the place, fit to be shown.
     """
 
+    is_downloaded: ClassVar[bool] = False
+    """Whether `fetch` downloads: what arrives damaged may be sound where it lies."""
+
     def __init__(self, where: str) -> None:
         self.where = where
         self.fence: Fence | None = None
@@ -118,8 +121,14 @@ class Store(ABC):
         """A small file of a snapshot. Raises SnapshotDamagedError if it is missing, StorageError if unreachable."""
 
     @abstractmethod
-    def fetch(self, name: str, file: str, scratch: Path) -> Path:
-        """A file of a snapshot as a local file: where it lies, or a copy in `scratch`.
+    def fetch(self, name: str, file: str, scratch: Path, progress: Progress = no_progress) -> Path:
+        """A file of a snapshot as a local file: where it lies, or a copy in `scratch`, which replaces one from before.
+
+        Args:
+            name: of the snapshot.
+            file: likewise.
+            scratch: folder for a copy.
+            progress: called with the bytes of each piece that was downloaded.
 
         Raises:
             SnapshotDamagedError: it is missing.

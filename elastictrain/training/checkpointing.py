@@ -113,6 +113,7 @@ class Checkpointing:
             on_passed_over=self._passed_over,
             on_wait=self._waiting_for_store,
             on_incomplete=self._incomplete,
+            progress=lambda _num_bytes: self._session.beat(),
         )
         is_local_zero = self._session.place.local_rank == 0
         if is_local_zero:

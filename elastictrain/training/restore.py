@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,15 +28,21 @@ from elastictrain.checkpoint.format import MANIFEST_FILE, Manifest, TensorSpec
 from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
 from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.patience import OnWait, patiently
-from elastictrain.checkpoint.store import Store, StoredSnapshot
+from elastictrain.checkpoint.store import Progress, Store, StoredSnapshot
 from elastictrain.core.counters import Counters
 from elastictrain.core.identity import HYPERPARAMETERS, REWIND, Difference, refusal
-from elastictrain.errors import SnapshotError, SnapshotMismatchError, SnapshotVersionError, StorageError
+from elastictrain.errors import (
+    SnapshotError,
+    SnapshotMismatchError,
+    SnapshotVersionError,
+    StorageError,
+)
 from elastictrain.training.collectives import broadcast_bytes, broadcast_tensor, gather_ints
 from elastictrain.training.device import Place
 from elastictrain.training.state import DTYPES, TrainingState
 
 _NONE = -1
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +101,7 @@ class Restorer:
         on_passed_over: called with (where, reason) for each snapshot, or store, that is passed over.
         on_wait: called before each pause in which a store that fails is waited for.
         on_incomplete: called with (where, reason) for what is no snapshot, and might have been a newer one than all.
+        progress: called with the bytes just fetched, hashed or broadcast: what takes that long is no hang.
     """
 
     def __init__(
@@ -105,12 +112,14 @@ class Restorer:
         on_passed_over: Callable[[str, str], None],
         on_wait: OnWait,
         on_incomplete: Callable[[str, str], None],
+        progress: Progress,
     ) -> None:
         self._place = place
         self._allowed = allowed
         self._on_passed_over = on_passed_over
         self._on_wait = on_wait
         self._on_incomplete = on_incomplete
+        self._progress = progress
         self._num_damaged = 0
         self._damaged_in_memory: list[MemorySnapshot] = []
 
@@ -229,12 +238,11 @@ class Restorer:
         if lookup.step is not None:
             candidates = [c for c in candidates if c.global_step == lookup.step]
 
+        def attempt(act: Callable[[], T], /) -> T:
+            return patiently(act, patience_s=lookup.store_patience_s, on_wait=self._on_wait)
+
         def opened(candidate: Candidate) -> SnapshotReader:
-            return patiently(
-                lambda: open_candidate(candidate, lookup.scratch),
-                patience_s=lookup.store_patience_s,
-                on_wait=self._on_wait,
-            )
+            return open_candidate(candidate, lookup.scratch, self._progress, attempt)
 
         try:
             reader = first_sound(candidates, opened, self._passed_over, refuse_newer_format=REWIND not in self._allowed)
@@ -292,6 +300,7 @@ class Restorer:
                     begin, _ = layouts[file].offsets[name]
                     _read_into(target, reader.buffer(file), begin, wanted[file][name])
                 broadcast_tensor(target, holder, place)
+                self._progress(wanted[file][name].size_bytes)
         changed = tuple(state.hyperparameter_differences(trainer))
         counters = state.load(trainer, targets, own_hyperparameters=HYPERPARAMETERS in self._allowed)
         in_memory = reader.candidate.memory if reader is not None else None

@@ -20,7 +20,8 @@ from elastictrain.checkpoint.fence import Fence
 from elastictrain.checkpoint.format import snapshot_name
 from elastictrain.checkpoint.local_store import LocalStore
 from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
-from elastictrain.checkpoint.store import open_store
+from elastictrain.checkpoint.patience import patiently
+from elastictrain.checkpoint.store import CHUNK_BYTES, open_store
 from elastictrain.cli.state_dir import StartOptions, StateDir
 from elastictrain.config.schema import JobConfig
 from elastictrain.errors import ConfigError, FencedError, MissingInputError, SnapshotDamagedError, StorageError
@@ -368,6 +369,49 @@ def test_a_fault_that_would_never_happen_is_refused(fault, action, why):
         faulty_fs.FaultyFileSystem(faults={fault: action})
     with pytest.raises(ConfigError, match=why):
         open_store("faulty://x", {"faults": {fault: action}})
+
+
+# ---- what is opened
+
+
+def test_progress_is_told_piece_by_piece(store, tier, tmp_path):
+    """While a file is downloaded, not after it, and while it is hashed; in the thread that waits."""
+    size = 3_000_000  # floats: a file and a half of a piece
+    snapshot = write(tier, 1, size)
+    with OpenSnapshot(snapshot.path, snapshot.name) as source:
+        store.put(source)
+    told: list[tuple[int, threading.Thread]] = []
+
+    def progress(num_bytes: int) -> None:
+        told.append((num_bytes, threading.current_thread()))
+
+    size_bytes = sum(entry.size_bytes for entry in snapshot.manifest.files.values())
+    for candidate in newest_first(tier, store):
+        told.clear()
+        with open_candidate(candidate, tmp_path, progress) as reader:
+            assert_holds(reader, size)
+        num_times = 2 if candidate.store is not None and candidate.store.is_downloaded else 1
+        assert sum(num_bytes for num_bytes, _ in told) == num_times * size_bytes
+        assert max(num_bytes for num_bytes, _ in told) == CHUNK_BYTES
+        assert {thread for _, thread in told} == {threading.current_thread()}
+
+
+def test_a_file_that_has_arrived_does_not_come_again(tier, tmp_path):
+    """The store fails in the middle of the second file, which alone is fetched once more."""
+    unique = uuid.uuid4().hex
+    put(open_store(f"faulty://{unique}"), tier, 1)
+    store = open_store(f"faulty://{unique}", {"faults": {"read:4": "fail"}, "counter": unique})
+    waits: list[str] = []
+
+    def attempt(act):
+        return patiently(act, patience_s=DEADLINE_S, on_wait=lambda error, _pause_s: waits.append(error))
+
+    with open_candidate(newest_first(None, store)[0], tmp_path, attempt=attempt) as reader:
+        assert_holds(reader)
+    assert len(waits) == 1
+    assert "optimizer.safetensors" in waits[0]
+    # The data and the end of each of three files, and those of the second once more.
+    assert (faulty_fs.counts(unique)["get"], faulty_fs.counts(unique)["read"]) == (1, 8)
 
 
 def test_without_reading_back_a_cut_is_still_found_by_size(tier):
