@@ -32,6 +32,7 @@ from elastictrain.checkpoint.store import Progress, Store, StoredSnapshot
 from elastictrain.core.counters import Counters
 from elastictrain.core.identity import HYPERPARAMETERS, REWIND, Difference, refusal
 from elastictrain.errors import (
+    SnapshotDamagedError,
     SnapshotError,
     SnapshotMismatchError,
     SnapshotVersionError,
@@ -99,7 +100,8 @@ class Restorer:
         place: this rank.
         allowed: names of differences that are allowed.
         on_passed_over: called with (where, reason) for each snapshot, or store, that is passed over.
-        on_wait: called before each pause in which a store that fails is waited for.
+        on_wait: called before each pause in which a store that fails is waited for; with no pause, before a damaged
+            snapshot is fetched once more.
         on_incomplete: called with (where, reason) for what is no snapshot, and might have been a newer one than all.
         progress: called with the bytes just fetched, hashed or broadcast: what takes that long is no hang.
     """
@@ -242,7 +244,15 @@ class Restorer:
             return patiently(act, patience_s=lookup.store_patience_s, on_wait=self._on_wait)
 
         def opened(candidate: Candidate) -> SnapshotReader:
-            return open_candidate(candidate, lookup.scratch, self._progress, attempt)
+            try:
+                return open_candidate(candidate, lookup.scratch, self._progress, attempt)
+            except SnapshotDamagedError as error:
+                if candidate.store is None or not candidate.store.is_downloaded:
+                    raise
+                # A download that was cut short without an error looks the same as a damaged snapshot. To pass over a
+                # sound one would do its steps again, and forget that it is durable.
+                self._on_wait(f"{candidate.where}: {error.what}", 0.0)
+                return open_candidate(candidate, lookup.scratch, self._progress, attempt)
 
         try:
             reader = first_sound(candidates, opened, self._passed_over, refuse_newer_format=REWIND not in self._allowed)

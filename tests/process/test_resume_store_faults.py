@@ -13,6 +13,7 @@ import pytest
 
 from elastictrain.checkpoint.store import open_store
 from elastictrain.testing.faulty_fs import KINDS, WITH_DATA
+from tests.process.helpers import Trained
 from tests.process.resume_helpers import assert_same_trace, go, kept, nothing_left
 from tests.process.test_resume_store_kills import EVERYTHING
 
@@ -38,7 +39,7 @@ def test_a_fault_at_each_call(tmp_path: Path, action: str, kinds: tuple[str, ...
     store = open_store(url, sound)
     for number, kind in enumerate(kinds, 1):
         struck = tmp_path / f"struck-{kind}"
-        go(
+        run = go(
             tmp_path / "struck",
             **EVERYTHING,
             train_section={"max_steps": STEPS_PER_START * number},
@@ -50,6 +51,7 @@ def test_a_fault_at_each_call(tmp_path: Path, action: str, kinds: tuple[str, ...
             },
         )
         assert struck.exists(), f"nothing called {kind}"
+        assert_went_on(run, STEPS_PER_START * (number - 1))
         snapshots = store.snapshots()
         assert [s.global_step for s in snapshots[:1]] == [STEPS_PER_START * number]
         assert [store.verify(snapshot.name) for snapshot in snapshots] == [[] for _ in snapshots]
@@ -61,5 +63,12 @@ def test_a_fault_at_each_call(tmp_path: Path, action: str, kinds: tuple[str, ...
         train_section={"max_steps": num_steps},
         checkpoint={"url": url, "storage_options": sound, "keep_last": KEEP_LAST},
     )
+    assert_went_on(run, STEPS_PER_START * len(kinds))
     assert_same_trace(run, whole)
     assert kept(tmp_path / "struck", store) == kept(tmp_path / "whole")
+
+
+def assert_went_on(run: Trained, step: int) -> None:
+    """It began with this very step, which was durable before; none, where that is 0."""
+    assert run.events("snapshot_passed_over") == []
+    assert [e["global_step"] for e in run.events("restored")] == ([step] if step else [])

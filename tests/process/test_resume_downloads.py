@@ -1,0 +1,132 @@
+"""What a start downloads from an object store: a cut on the way costs no step, and nobody takes the wait for a hang.
+
+The job here has trained three steps and lost its memory tier: it goes on from the durable tier alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastictrain.checkpoint.durable_note import DurableNote
+from elastictrain.checkpoint.format import MANIFEST_FILE
+from elastictrain.checkpoint.object_store import ObjectStore
+from elastictrain.checkpoint.store import Progress, open_store
+from elastictrain.protocol import JobIdentity
+from elastictrain.training.session import Session
+from tests.process.helpers import Trained
+from tests.process.resume_helpers import go, steps_in
+from tests.process.resume_tasks import Resumable
+from tests.process.tasks import record
+
+SOUND = {"target": "file"}
+NEWEST = 3
+FILES = ["model.safetensors", "optimizer.safetensors", "trainer.json"]
+
+
+class Watched(Resumable):
+    """Records when its rank beats, and when a file begins to be fetched and has been."""
+
+    def __init__(self, **params: Any) -> None:
+        super().__init__(**params)
+        beat, fetch = Session.beat, ObjectStore.fetch
+
+        def recorded_beat(session: Session, number: int = 0) -> None:
+            record("start", what="beat")
+            beat(session, number)
+
+        def recorded_fetch(store: ObjectStore, name: str, file: str, scratch: Path, progress: Progress) -> Path:
+            record("start", what=f"begins {file}")
+            path = fetch(store, name, file, scratch, progress)
+            record("start", what=f"has {file}")
+            return path
+
+        Session.beat, ObjectStore.fetch = recorded_beat, recorded_fetch  # type: ignore[method-assign,assignment]
+
+
+def start(folder: Path, max_steps: int, options: Mapping[str, Any] = SOUND, **more: Any) -> Trained:
+    settings = {"url": f"faulty:/{folder}/store", "storage_options": dict(options)}
+    return go(folder, train_section={"max_steps": max_steps}, checkpoint=settings, **more)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job, to be copied. It stops a step before its last: both steps are durable then."""
+    folder = tmp_path_factory.mktemp("trained")
+    for step in (NEWEST - 1, NEWEST):
+        start(folder, step)
+        shutil.rmtree(folder / "shm")
+    assert steps_in(open_store(f"faulty:/{folder}/store", SOUND)) == [NEWEST, NEWEST - 1]
+    return folder
+
+
+@pytest.fixture
+def job(trained: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+
+
+def noted(folder: Path) -> int | None:
+    identity = JobIdentity.read(folder / "state")
+    assert identity is not None
+    return DurableNote(folder / "state").read(identity.run_id)
+
+
+@pytest.mark.parametrize(
+    ("call", "file"), [("get:1", MANIFEST_FILE), *((f"read:{1 + 2 * n}", file) for n, file in enumerate(FILES))]
+)
+def test_a_download_that_is_cut_is_no_damage(job: Path, call: str, file: str) -> None:
+    """Once, without an error: the snapshot is fetched again, and none is passed over. The note stays what it was."""
+    struck = job / "struck"
+    run = start(job, NEWEST, {**SOUND, "faults": {call: "truncate"}, "once": str(struck)})
+    assert struck.exists()
+    assert [(e["from_tier"], e["global_step"]) for e in run.events("restored")] == [("durable", NEWEST)]
+    assert run.events("snapshot_passed_over") == []
+    (said,) = run.events("store_retrying")
+    assert file in said["error"]
+    assert noted(job) == NEWEST
+
+
+@pytest.mark.parametrize("file", [MANIFEST_FILE, *FILES])
+@pytest.mark.parametrize("damage", ["cut", "remove"])
+def test_what_is_damaged_in_the_store_is_passed_over(job: Path, file: str, damage: str) -> None:
+    """After it was fetched twice. A manifest that is missing leaves no snapshot to fetch."""
+    store = open_store(f"faulty:/{job}/store", SOUND)
+    path = job / "store" / store.snapshots()[0].name / file
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-2])
+    else:
+        path.unlink()
+    run = start(job, NEWEST - 1)
+    assert [e["global_step"] for e in run.events("restored")] == [NEWEST - 1]
+    assert len(run.events("snapshot_passed_over")) == 1
+    if (file, damage) != (MANIFEST_FILE, "remove"):
+        assert file in run.events("snapshot_passed_over")[0]["reason"]
+        assert len(run.events("store_retrying")) == 1
+    assert noted(job) == NEWEST - 1
+
+
+def test_what_is_damaged_in_a_folder_is_not_read_twice(job: Path) -> None:
+    store = open_store(job / "store")
+    (job / "store" / store.snapshots()[0].name / FILES[0]).write_bytes(b"short")
+    run = go(job, train_section={"max_steps": NEWEST - 1}, checkpoint={"url": str(job / "store")})
+    assert [e["global_step"] for e in run.events("restored")] == [NEWEST - 1]
+    assert len(run.events("snapshot_passed_over")) == 1
+    assert run.events("store_retrying") == []
+
+
+def test_a_rank_beats_while_it_fetches_and_hashes(job: Path) -> None:
+    """Each piece that arrives, and each that is hashed, shows in the heartbeat, which the startup timeout goes by."""
+    run = start(job, NEWEST, task="tests.process.test_resume_downloads:Watched")
+    assert [e["global_step"] for e in run.events("restored")] == [NEWEST]
+    seen = [line["what"] for line in run.recorded("start")]
+    marks = [what for what in seen if what != "beat"]
+    assert sorted(marks) == sorted(f"{when} {file}" for file in FILES for when in ("begins", "has"))
+    for file in FILES:
+        begins, ends = seen.index(f"begins {file}"), seen.index(f"has {file}")
+        assert "beat" in seen[begins:ends], file
+    after = seen[max(seen.index(f"has {file}") for file in FILES) :]
+    assert after.count("beat") >= len(FILES), "while hashing"
