@@ -142,6 +142,7 @@ class ObjectStore(Store):
     def fetch(self, name: str, file: str, scratch: Path, progress: Progress = no_progress) -> Path:
         target = scratch / f"{name}.{file}"
         partial = target.with_suffix(".part")
+        target.unlink(missing_ok=True)  # before the download: the disk need not hold two
         with self._reading(name, file), self.open(name, file) as stream, partial.open("wb") as out:
             while chunk := stream.read(CHUNK_BYTES):
                 out.write(chunk)

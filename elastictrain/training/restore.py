@@ -249,10 +249,12 @@ class Restorer:
             except SnapshotDamagedError as error:
                 if candidate.store is None or not candidate.store.is_downloaded:
                     raise
-                # A download that was cut short without an error looks the same as a damaged snapshot. To pass over a
-                # sound one would do its steps again, and forget that it is durable.
-                self._on_wait(f"{candidate.where}: {error.what}", 0.0)
-                return open_candidate(candidate, lookup.scratch, self._progress, attempt)
+                damage = error.what
+            # A download that was cut short without an error looks the same as a damaged snapshot. To pass over a sound
+            # one would do its steps again, and forget that it is durable. (Out of the handler: there the error's
+            # traceback would hold the first download, and the disk two.)
+            self._on_wait(f"{candidate.where}: {damage}", 0.0)
+            return open_candidate(candidate, lookup.scratch, self._progress, attempt)
 
         try:
             reader = first_sound(candidates, opened, self._passed_over, refuse_newer_format=REWIND not in self._allowed)
