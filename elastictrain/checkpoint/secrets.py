@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 HIDDEN = "***"
 
@@ -12,7 +13,16 @@ _SECRET_KEY = re.compile(
     r"key|secret|token|passw|pwd|credential|sas|connection_string|signature|auth|private|cookie|header|user", re.I
 )
 _HARMLESS_KEY = re.compile(r"anon|keep|key_prefix|cache|default_acl", re.I)
-_USERINFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+# A secret may hold what should have been percent-encoded: "@" and "/". So with a colon before the first slash, all goes
+# up to the last "@", but for the "@STEP" of `--from URL@STEP`; else up to the last one before the first slash. The last
+# case is "key:sec/ret@42". A host with a port, and an "@" in its path, is hidden along: better that than half a secret.
+_USERINFO = re.compile(
+    r"(?<=://)(?:"
+    r"[^/:\s]*:\S*(?=@(?!\d+(?![\w./-])))"
+    r"|[^/\s]+(?=@)"
+    r"|[^/:\s]*:\S+(?=@)"
+    r")"
+)
 _QUERY = re.compile(r"(?<=[?&])([^=&\s]+)=([^&\s]+)")
 
 
@@ -45,8 +55,9 @@ class Redactor:
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         found = {*_secrets_of(options, secret=False)}
         for match in _USERINFO.finditer(url):
-            found.update(part for part in match[0].split(":") if part)
-        found.update(match[2] for match in _QUERY.finditer(url))
+            user, _, password = match[0].partition(":")  # clients say them as they are, or decoded
+            found.update(form(part) for part in (user, password) for form in (str, unquote))
+        found.update(form(match[2]) for match in _QUERY.finditer(url) for form in (str, unquote))
         # Longest first: one may contain another. Very short ones would blot out ordinary words.
         self._secrets = sorted((secret for secret in found if len(secret) >= 3), key=len, reverse=True)
 
