@@ -237,7 +237,7 @@ def open_candidate(
 def first_sound(
     candidates: Iterable[Candidate],
     opened: Callable[[Candidate], SnapshotReader],
-    on_passed_over: Callable[[Candidate, str], None],
+    on_passed_over: Callable[[Candidate, SnapshotError | BusyError], None],
     *,
     refuse_newer_format: bool = True,
 ) -> SnapshotReader | None:
@@ -246,7 +246,8 @@ def first_sound(
     Args:
         candidates: newest first.
         opened: opens one, as `open_candidate` does.
-        on_passed_over: called for each that is not, with the reason, which names the file.
+        on_passed_over: called for each that is not, with the reason, which names the file. One that is BusyError is
+            not damaged: somebody writes to it, or has written another in its place.
         refuse_newer_format: one that a newer program wrote is no damaged one: what it holds is not to be done again
             unasked. Else it is passed over as well.
 
@@ -263,7 +264,7 @@ def first_sound(
         except (SnapshotError, BusyError) as error:
             if refuse_newer_format and isinstance(error, SnapshotVersionError):
                 raise SnapshotVersionError(f"{candidate.where}/{error.what}", error.hint) from error
-            on_passed_over(candidate, error.what)
+            on_passed_over(candidate, error)
     return None
 
 

@@ -176,10 +176,13 @@ class MemoryTier:
             with safefs.closing(folder), contextlib.suppress(FileNotFoundError):
                 lock = safefs.open_file(folder, LOCK_FILE, snapshot.path, os.O_RDWR | os.O_CREAT)
                 with safefs.closing(lock):
-                    present = safefs.read_file(folder, MANIFEST_FILE, snapshot.path)
-                    if _try_lock(lock) and present == snapshot.manifest.encoded:
+                    # What is there counts once nobody can write: a writer may have committed until then.
+                    if (
+                        _try_lock(lock)
+                        and safefs.read_file(folder, MANIFEST_FILE, snapshot.path) == snapshot.manifest.encoded
+                    ):
                         _empty(folder)
-        if self.newest is not None and self.newest.path == snapshot.path:
+        if self.newest == snapshot:
             self.newest = None
 
     def clean(self, timeout_s: float = 0.0) -> bool:

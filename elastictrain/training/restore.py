@@ -32,6 +32,7 @@ from elastictrain.checkpoint.store import Progress, Store, StoredSnapshot
 from elastictrain.core.counters import Counters
 from elastictrain.core.identity import HYPERPARAMETERS, REWIND, Difference, refusal
 from elastictrain.errors import (
+    BusyError,
     SnapshotDamagedError,
     SnapshotError,
     SnapshotMismatchError,
@@ -123,6 +124,7 @@ class Restorer:
         self._on_incomplete = on_incomplete
         self._progress = progress
         self._num_damaged = 0
+        self._num_busy = 0
         self._damaged_in_memory: list[MemorySnapshot] = []
 
     def restore(self, state: TrainingState, lookup: Lookup) -> Restored | None:
@@ -130,6 +132,7 @@ class Restorer:
 
         Raises:
             SnapshotError: there are snapshots, and none can be read.
+            BusyError: the same, and somebody writes to one.
             SnapshotMismatchError: the newest one belongs to another run.
             SnapshotVersionError: the newest one was written by a newer program.
             StorageError: the durable tier cannot be reached, and there is nothing else, or only what is older than
@@ -146,12 +149,18 @@ class Restorer:
                 if reader is not None:
                     reader.close()
                 reader = better
-        told = gather_ints([_step_of(reader), self._num_damaged], place)
-        claims = [step for step, _ in told]
+        told = gather_ints([_step_of(reader), self._num_damaged, self._num_busy], place)
+        claims = [step for step, _, _ in told]
         newest = max(claims)
         # On any node: what only another one's local rank zero has seen must not count as none.
-        num_damaged = sum(damaged for _, damaged in told)
+        num_damaged, num_busy = (sum(column) for column in list(zip(*told, strict=True))[1:])
         if newest == _NONE:
+            if num_busy:
+                raise BusyError(
+                    f"{num_busy} snapshot(s) of this run are being written by another process, and no other can be "
+                    "read: the warnings above name each",
+                    "Start again once that process has ended.",
+                )
             if num_damaged:
                 raise SnapshotError(
                     f"there are {num_damaged} snapshot(s) of this run, but none of them can be read: the warnings "
@@ -279,11 +288,14 @@ class Restorer:
                     self._num_damaged += 1
                     self._on_passed_over(str(path), str(damage))
 
-    def _passed_over(self, candidate: Candidate, reason: str) -> None:
-        self._num_damaged += 1
-        if candidate.memory is not None:
-            self._damaged_in_memory.append(candidate.memory)
-        self._on_passed_over(candidate.where, reason)
+    def _passed_over(self, candidate: Candidate, error: SnapshotError | BusyError) -> None:
+        if isinstance(error, BusyError):  # its writer's, not ours to discard
+            self._num_busy += 1
+        else:
+            self._num_damaged += 1
+            if candidate.memory is not None:
+                self._damaged_in_memory.append(candidate.memory)
+        self._on_passed_over(candidate.where, error.what)
 
     def _take_over(self, state: TrainingState, reader: SnapshotReader | None, holder: int, run_id: str) -> Restored:
         place = self._place

@@ -101,8 +101,8 @@ def main() -> None:
     (folder / "shm").mkdir(exist_ok=True)
     tier, store = tier_of(folder), store_of(folder)
 
-    def complain(candidate: object, reason: str) -> None:
-        raise SystemExit(f"passed over: {candidate}: {reason}")
+    def complain(candidate: object, error: Exception) -> None:
+        raise SystemExit(f"passed over: {candidate}: {error}")
 
     first = 1
     with tempfile.TemporaryDirectory() as scratch:

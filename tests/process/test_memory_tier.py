@@ -9,6 +9,7 @@ import subprocess
 
 import pytest
 
+from elastictrain.checkpoint import memory_tier
 from elastictrain.checkpoint.catalog import newest_first, open_candidate
 from elastictrain.checkpoint.memory_snapshot import Mappings, OpenSnapshot, verify_memory
 from elastictrain.checkpoint.memory_tier import Declined, MemoryTier
@@ -108,6 +109,33 @@ def test_what_is_found_damaged_can_be_given_up(tier):
     assert [s.global_step for s in tier.snapshots()] == [1]
     write(tier, 2)
     assert [s.global_step for s in tier.snapshots()] == [2, 1]
+
+
+def test_what_a_writer_has_put_in_the_place_of_a_damaged_one_stays(tier, monkeypatch):
+    """It commits after the damaged one was found, at the last moment before its slot is locked to be emptied."""
+    damaged = write(tier, 1)
+    write(tier, 2)
+    other = MemoryTier(tier.root, base=tier._base)
+    lock, written = memory_tier._try_lock, []
+
+    def commit_first(fd: int) -> bool:
+        written.append(write(tier, 3))
+        return lock(fd)
+
+    monkeypatch.setattr(memory_tier, "_try_lock", commit_first)
+    other.discard(damaged)
+    assert written[0].path == damaged.path
+    assert [s.global_step for s in tier.snapshots()] == [3, 2]
+    assert verify_memory(written[0]) == []
+
+
+def test_the_newest_stays_protected_when_the_one_before_it_in_its_slot_is_given_up(tier):
+    damaged = write(tier, 1)
+    write(tier, 2)
+    newest = write(tier, 3)
+    tier.discard(damaged)
+    assert tier.newest == newest
+    assert newest.path == damaged.path
 
 
 def test_a_third_slot_only_while_one_is_read(tier):

@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import subprocess
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ import psutil
 import pytest
 
 from elastictrain.checkpoint.faults import ENV_FAULT, POINTS
-from elastictrain.checkpoint.memory_snapshot import verify_memory
+from elastictrain.checkpoint.memory_snapshot import LOCK_FILE, MemorySnapshot, verify_memory
 from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.store import open_store
 from elastictrain.cli.state_dir import StartOptions
+from elastictrain.protocol import DURABLE_FILE
+from elastictrain.training.device import Place
+from elastictrain.training.restore import Lookup, Restorer
 from tests.process.helpers import Trained, wait_until
 from tests.process.resume_helpers import (
     KILLED,
@@ -32,6 +36,7 @@ from tests.process.resume_helpers import (
     steps_in,
     store_of,
 )
+from tests.process.snapshot_payload import tier_of, write
 
 MEMORY_POINTS = [point for point in POINTS if point.startswith("memory.")]
 EVERYTHING: dict[str, Any] = {
@@ -316,6 +321,53 @@ def test_if_all_are_damaged_it_is_an_error_and_never_a_fresh_start(tmp_path: Pat
     fresh = go(tmp_path, overrides=["train.max_steps=1"], options=StartOptions(fresh=True))
     assert fresh.events("restored") == []
     assert fresh.counters["global_step"] == 1
+
+
+def lock_slot(snapshot: MemorySnapshot) -> int:
+    """As a writer does; closing the descriptor unlocks it."""
+    lock = os.open(snapshot.path / LOCK_FILE, os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return lock
+
+
+def test_what_another_process_writes_to_is_no_damage_and_no_fresh_start_either(tmp_path: Path) -> None:
+    """It is worth another try, as nothing needs to be repaired; the snapshots are there once that process has ended."""
+    go(tmp_path, environment=FIFTH, expect_success=False)
+    wait_for_persister(tmp_path)
+    found = memory_of(tmp_path).snapshots()
+    for stored in store_of(tmp_path).snapshots():
+        store_of(tmp_path).delete(stored.name)
+    (tmp_path / "state" / DURABLE_FILE).unlink(missing_ok=True)
+    locks = [lock_slot(snapshot) for snapshot in found]
+    run = go(tmp_path, expect_success=False)
+    for lock in locks:
+        os.close(lock)
+    assert run.codes == [75], run.output
+    assert f"{len(found)} snapshot(s) of this run are being written by another process" in run.errors[0].what
+    assert memory_of(tmp_path).snapshots() == found
+    assert go(tmp_path).events("restored")[0]["global_step"] == found[0].global_step
+
+
+def test_a_snapshot_whose_slot_is_let_go_right_after_it_was_busy_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "shm").mkdir()
+    with closing(tier_of(tmp_path)) as tier:
+        snapshots = [write(tier, step) for step in (1, 2)]
+        lock = lock_slot(snapshots[1])
+        told = []
+
+        def let_go(where: str, reason: str) -> None:
+            told.append((where, reason))
+            os.close(lock)
+
+        restorer = Restorer(
+            Place(), allowed=frozenset(), on_passed_over=let_go, on_wait=lambda *_: None, on_incomplete=lambda *_: None
+        )
+        reader = restorer._newest_in_memory(Lookup((tier,), None, snapshots[0].run_id, tmp_path, 1.0))
+        assert reader is not None
+        with reader:
+            assert reader.manifest.global_step == 1
+        assert told == [(str(snapshots[1].path), f"{snapshots[1].path} is being written")]
+        assert tier.snapshots() == snapshots[::-1]
 
 
 def test_what_has_no_manifest_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:

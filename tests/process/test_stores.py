@@ -208,7 +208,7 @@ def test_damage_anywhere_is_named_and_the_previous_one_is_used(tier, tmp_path, f
         passed_over: list[str] = []
         candidates = newest_first(tier, None) if tier_name == "memory" else newest_first(None, store)
         opened = partial(open_candidate, scratch=tmp_path)
-        with first_sound(candidates, opened, lambda c, reason: passed_over.append(reason)) as reader:  # noqa: B023
+        with first_sound(candidates, opened, lambda c, error: passed_over.append(error.what)) as reader:  # noqa: B023
             assert reader.manifest.global_step == 1
             assert_holds(reader)
         problems = [*passed_over, *(str(d) for _, d in tier.damaged())]
