@@ -17,8 +17,8 @@ from pathlib import Path
 
 from elastictrain.checkpoint import faults, safefs
 from elastictrain.checkpoint.format import MANIFEST_FILE, Layout
-from elastictrain.checkpoint.memory_snapshot import LOCK_FILE
-from elastictrain.errors import MemoryTierError
+from elastictrain.checkpoint.memory_snapshot import LOCK_FILE, UNUSED_FILE
+from elastictrain.errors import MemoryTierError, UnsafePathError
 
 
 @dataclass
@@ -70,17 +70,27 @@ class Slot:
         """
         try:
             self._check_space(size_bytes)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(MANIFEST_FILE, dir_fd=self.folder_fd)
+            # In this order: whoever is killed before the manifest goes has taken nothing away, and is told of after it.
+            for name in (UNUSED_FILE, MANIFEST_FILE):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=self.folder_fd)
             faults.point("memory.unpublished")
             self._map(layouts)
             faults.point("memory.allocated")
         except OSError as error:
-            self.forget()
-            for name in layouts:  # half a slot only takes room
-                with contextlib.suppress(OSError):
-                    os.unlink(name, dir_fd=self.folder_fd)
+            self._give_back()  # half a slot only takes room
             raise no_room(error, self.path) from error
+
+    def give_up(self) -> None:
+        """Unlocks it without a snapshot. Its files stay, with the pages they have; a mark beside them says that nobody
+        was killed over them."""
+        try:
+            if is_abandoned(self.folder_fd):
+                os.close(safefs.open_file(self.folder_fd, UNUSED_FILE, self.path, os.O_WRONLY | os.O_CREAT))
+        except (OSError, UnsafePathError):  # not even room for that
+            self._give_back()
+        finally:
+            self.unlock()
 
     def forget(self, name: str | None = None) -> None:
         """Drops the mapping of a file, or all; they go once nobody has a view onto them."""
@@ -89,6 +99,12 @@ class Slot:
                 table.clear()
             else:
                 table.pop(name, None)
+
+    def _give_back(self) -> None:
+        """Its room, as far as that goes."""
+        self.forget()
+        with contextlib.suppress(OSError):
+            empty(self.folder_fd)
 
     def close(self) -> None:
         """Lets go of it; its snapshot stays."""
@@ -134,6 +150,20 @@ class Slot:
         if available < size_bytes:
             what = f"{mib(size_bytes)} MiB needed, {available >> 20} available"
             raise no_room(OSError(errno.ENOSPC, what), self.path)
+
+
+def is_abandoned(folder_fd: int) -> bool:
+    """Whether a slot that nobody writes to holds files of a snapshot without a manifest: its writer was killed."""
+    names = {*os.listdir(folder_fd)}
+    return bool(names - {LOCK_FILE}) and not names & {MANIFEST_FILE, UNUSED_FILE}
+
+
+def empty(folder_fd: int) -> None:
+    """Removes all files of a locked slot but its lock. The manifest first, what is half removed is no snapshot; and
+    the mark of one that was given up last."""
+    names = [name for name in os.listdir(folder_fd) if name != LOCK_FILE]
+    for name in sorted(names, key=lambda name: (name != MANIFEST_FILE, name == UNUSED_FILE)):
+        os.unlink(name, dir_fd=folder_fd)
 
 
 def free_bytes(fd: int) -> int:

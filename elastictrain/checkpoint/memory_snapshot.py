@@ -18,6 +18,8 @@ from elastictrain.checkpoint.format import MANIFEST_FILE, Damage, Manifest, chec
 from elastictrain.errors import BusyError, SnapshotDamagedError, SnapshotError
 
 LOCK_FILE = "lock"
+UNUSED_FILE = "unused"
+"""In a slot without a manifest: its writer has given it up, and has not been killed."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ One process writes: rank zero of the node; once ranks fail any of them, one afte
 copied straight into mapped files of a slot: `begin` takes the manifest away and hands out the mappings, the caller
 fills them, `commit` hashes what is there and puts the new manifest in place by rename. A crash at any moment leaves
 that slot without a manifest, and the other slot as it was: the slot that holds the newest snapshot is never written to.
+A slot that its writer has given up (`abort`) is told from that by a mark in it; its files serve the next snapshot.
 
 Each slot's `lock` is flocked: exclusively while a writer fills the slot, shared while somebody reads it (the
 persister; also one whose parent has died). A third slot is made only where the newest snapshot and the one that is
@@ -27,7 +28,7 @@ from pathlib import Path
 
 from elastictrain.checkpoint import faults, safefs
 from elastictrain.checkpoint.format import MANIFEST_FILE, Damage, Layout, Manifest, digest
-from elastictrain.checkpoint.memory_slot import Slot, allocated_bytes, free_bytes, mib, no_room
+from elastictrain.checkpoint.memory_slot import Slot, allocated_bytes, empty, free_bytes, is_abandoned, mib, no_room
 from elastictrain.checkpoint.memory_snapshot import LOCK_FILE, MemorySnapshot
 from elastictrain.checkpoint.slot_writer import SlotWriter
 from elastictrain.errors import MemoryTierError, SnapshotError
@@ -56,7 +57,7 @@ class _Found:
     Args:
         snapshots: complete ones, newest first.
         damaged: slots whose manifest cannot be used, and why.
-        incomplete: slots that have none.
+        incomplete: slots that have none, though their writers have not given them up.
     """
 
     snapshots: list[MemorySnapshot]
@@ -126,7 +127,7 @@ class MemoryTier:
         try:
             slot.prepare(layouts, size_bytes)
         except BaseException:
-            slot.unlock()
+            slot.give_up()
             raise
         return SlotWriter(slot, self._committed)
 
@@ -165,8 +166,9 @@ class MemoryTier:
         return self._read_slots().damaged
 
     def incomplete(self) -> list[Path]:
-        """Slots with the files of a snapshot, and no manifest, that nobody writes to: whoever did was killed."""
-        return [path for path in self._read_slots().incomplete if not _is_locked(path)]
+        """Slots with the files of a snapshot, and no manifest, that nobody writes to: whoever did was killed. A writer
+        must not ask: whoever asks holds the slot's lock for a moment."""
+        return [path for path in self._read_slots().incomplete if _is_left_behind(path)]
 
     def discard(self, snapshot: MemorySnapshot) -> None:
         """Takes back a snapshot that was found damaged: its slot is free again. One that somebody writes to, or that
@@ -181,7 +183,7 @@ class MemoryTier:
                         _try_lock(lock)
                         and safefs.read_file(folder, MANIFEST_FILE, snapshot.path) == snapshot.manifest.encoded
                     ):
-                        _empty(folder)
+                        empty(folder)
         if self.newest == snapshot:
             self.newest = None
 
@@ -287,7 +289,7 @@ class MemoryTier:
                     try:
                         manifest = Manifest.decode(safefs.read_file(folder, MANIFEST_FILE, path))
                     except FileNotFoundError:
-                        if _files(folder):
+                        if is_abandoned(folder):
                             found.incomplete.append(path)
                         continue
                     except SnapshotError as error:
@@ -311,26 +313,18 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
-def _is_locked(path: Path) -> bool:
-    """Whether somebody writes to a slot, or reads it. Whoever asks locks it for a moment, so a writer must not ask."""
+def _is_left_behind(path: Path) -> bool:
+    """Whether a slot is abandoned, and nobody writes to it or has finished a moment ago: looked at under its lock."""
     folder = safefs.open_folder(path.parent, (path.name,), create=False)
     if folder is None:
         return False
     with safefs.closing(folder):
-        lock = safefs.open_file(folder, LOCK_FILE, path, os.O_RDWR | os.O_CREAT)
+        try:
+            lock = safefs.open_file(folder, LOCK_FILE, path, os.O_RDWR | os.O_CREAT)
+        except FileNotFoundError:  # somebody has just removed the folder
+            return False
         with safefs.closing(lock):
-            return not _try_lock(lock)
-
-
-def _files(folder_fd: int) -> list[str]:
-    """The files of a slot, but for its lock."""
-    return [name for name in os.listdir(folder_fd) if name != LOCK_FILE]
-
-
-def _empty(folder_fd: int) -> None:
-    """Removes all files of a locked slot but its lock. The manifest first: what is half removed is no snapshot."""
-    for name in sorted(_files(folder_fd), key=lambda name: name != MANIFEST_FILE):
-        os.unlink(name, dir_fd=folder_fd)
+            return _try_lock(lock) and is_abandoned(folder)
 
 
 def _remove_slot(root_fd: int, name: str, path: Path, deadline: float) -> bool:
@@ -345,7 +339,7 @@ def _remove_slot(root_fd: int, name: str, path: Path, deadline: float) -> bool:
                 if time.monotonic() >= deadline:
                     return False
                 time.sleep(LOCK_POLL_S)
-            _empty(folder)
+            empty(folder)
             os.unlink(LOCK_FILE, dir_fd=folder)
     try:
         os.rmdir(name, dir_fd=root_fd)

@@ -78,19 +78,19 @@ class SlotWriter:
             faults.point("memory.manifest")
             safefs.replace_file(slot.folder_fd, MANIFEST_FILE, slot.path, manifest.encoded)
             faults.point("memory.committed")
-        except OSError as error:
-            raise no_room(error, slot.path) from error
-        finally:
-            self._end()
+        except BaseException as error:
+            self.abort()
+            if isinstance(error, OSError):
+                raise no_room(error, slot.path) from error
+            raise
+        self._ended = True
+        slot.unlock()
         snapshot = MemorySnapshot(slot.path, manifest)
         self._on_commit(snapshot)
         return snapshot
 
     def abort(self) -> None:
         """Gives the slot up: it holds nothing. Harmless after `commit`."""
-        self._end()
-
-    def _end(self) -> None:
         if not self._ended:
             self._ended = True
-            self._slot.unlock()
+            self._slot.give_up()

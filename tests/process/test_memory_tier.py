@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import signal
 import stat
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from elastictrain.checkpoint import memory_tier
+from elastictrain.checkpoint import faults, memory_tier, safefs
 from elastictrain.checkpoint.catalog import newest_first, open_candidate
 from elastictrain.checkpoint.memory_snapshot import Mappings, OpenSnapshot, verify_memory
 from elastictrain.checkpoint.memory_tier import Declined, MemoryTier
 from elastictrain.errors import BusyError, MemoryTierError, SnapshotDamagedError, StateDirError, UnsafePathError
-from tests.process.snapshot_payload import assert_holds, layouts, tier_of, write
+from tests.process.snapshot_payload import assert_holds, fill, layouts, tier_of, trainer, write
+
+COMMIT_POINTS = ("memory.filled", "memory.hashed", "memory.trainer", "memory.manifest")
 
 
 @pytest.fixture
@@ -334,3 +339,108 @@ def test_what_a_killed_writer_left_is_told_from_what_is_being_written(tier):
     other.discard(other.snapshots()[0])
     assert other.incomplete() == [], "nothing is left of it"
     other.close()
+
+
+def test_what_a_writer_gave_up_is_not_taken_for_what_a_killed_one_left(tier):
+    """Its files, and their pages, serve the next snapshot."""
+    write(tier, 1)
+    writer = tier.begin(layouts())
+    path, buffer = tier.root / f"slot-{writer.index}", writer.buffers["model.safetensors"]
+    writer.abort()
+    writer.abort()
+    assert (path / "model.safetensors").exists()
+    assert tier.incomplete() == []
+    assert tier.begin(layouts()).buffers["model.safetensors"] is buffer
+    tier.close()
+    assert tier.incomplete() == [path], "this one was killed"
+    snapshot = write(tier, 2)
+    assert snapshot.path == path
+    assert sorted(p.name for p in path.iterdir()) == ["lock", "manifest.json", *sorted(snapshot.manifest.files)]
+
+
+@pytest.mark.parametrize("point", ["memory.unpublished", "memory.allocated", *COMMIT_POINTS])
+def test_a_writer_that_fails_leaves_nothing_that_looks_like_a_killed_one(tier, point):
+    for step in (1, 2):
+        write(tier, step)
+    faults.arm(f"{point}:1:raise")
+    try:
+        with pytest.raises(MemoryTierError, match="fault injected"):
+            write(tier, 3)
+    finally:
+        faults.arm(None)
+    tier.close()
+    assert tier.incomplete() == []
+    assert [s.global_step for s in tier.snapshots()] == [2]
+    write(tier, 3)
+    assert [s.global_step for s in tier.snapshots()] == [3, 2]
+
+
+def test_a_writer_that_cannot_even_mark_what_it_gives_up_removes_it(tier, monkeypatch):
+    write(tier, 1)
+    writer = tier.begin(layouts())
+    path = tier.root / f"slot-{writer.index}"
+    open_file = safefs.open_file
+
+    def full(folder_fd: int, name: str, path: Path, flags: int) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, "no inode left")
+        return open_file(folder_fd, name, path, flags)
+
+    monkeypatch.setattr(safefs, "open_file", full)
+    writer.abort()
+    monkeypatch.undo()
+    assert tier.incomplete() == []
+    assert [p.name for p in path.iterdir()] == ["lock"]
+    assert write(tier, 2).path == path
+
+
+def test_a_writer_that_is_killed_while_it_takes_over_what_was_given_up(tier):
+    """Between any two steps: it is told of, or it has begun with nothing. The next snapshot is complete."""
+    write(tier, 1)
+    outcomes = []
+    for number in range(1, 5):
+        tier.begin(layouts(2000)).abort()
+        path = tier.root / "slot-1"
+        before = sorted(p.name for p in path.iterdir())
+        tier.close()
+        if (pid := os.fork()) == 0:
+            unlink, done = os.unlink, []
+
+            def killed(name, *, dir_fd=None, unlink=unlink, done=done, number=number):
+                done.append(name)
+                if len(done) == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                unlink(name, dir_fd=dir_fd)
+
+            os.unlink = killed
+            try:
+                tier.begin(layouts(1000))
+            finally:
+                os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(pid, 0)
+        told = tier.incomplete()
+        assert told == [path] or sorted(p.name for p in path.iterdir()) == before
+        outcomes.append(bool(told))
+        assert [s.global_step for s in tier.snapshots()] == [1]
+        assert tier.newest is None or tier.newest.global_step == 1
+    assert set(outcomes) == {False, True}
+    assert write(tier, 2).path == path
+    assert tier.incomplete() == []
+
+
+def test_a_snapshot_that_is_committed_while_it_is_looked_for_what_is_left_is_not_named(tier, monkeypatch):
+    write(tier, 1)
+    writer = tier.begin(layouts())
+    read_slots = MemoryTier._read_slots
+
+    def then_commit(self):
+        found = read_slots(self)
+        fill(writer, 2)
+        writer.commit(job="job", run_id="0badcafe", global_step=2, versions={}, trainer=trainer(2))
+        return found
+
+    other = MemoryTier(tier.root, base=tier._base)
+    monkeypatch.setattr(MemoryTier, "_read_slots", then_commit)
+    assert other.incomplete() == []
+    monkeypatch.undo()
+    assert [s.global_step for s in other.snapshots()] == [2, 1]
