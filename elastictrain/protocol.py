@@ -32,7 +32,7 @@ import mmap
 import os
 import socket
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,7 @@ def write_json(path: Path, value: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class JobIdentity:
-    """What a job keeps over all its starts, in job.json.
+    """What a job keeps over all its starts, in job.json. Mode 0600, since its source may say how a store is opened.
 
     Args:
         run_id: lineage of its snapshots, eight hex digits; `--fresh` makes a new one.
@@ -163,11 +163,18 @@ class SnapshotSource:
         url: the store it is in.
         run_id: its run.
         global_step: its step.
+        storage_options: for that store; None where those of the job hold. Secret, as the job's are: they are in files
+            of mode 0600 alone.
     """
 
     url: str
     run_id: str
     global_step: int
+    storage_options: dict[str, Any] | None = field(default=None, repr=False)
+
+    def options_of(self, job_options: dict[str, Any]) -> dict[str, Any]:
+        """For its store, in a job whose own store has these."""
+        return self.storage_options if self.storage_options is not None else job_options
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,8 @@ def _of_state_dir(text: str, folder: Path, step: int | None, warn: Callable[[str
                     raise
                 warn(f"--from {text}: {candidate.where} is passed over: {error.what}")
                 continue
-        return SnapshotSource(url, candidate.run_id, candidate.global_step)
+        options = place.config.storage_options
+        return SnapshotSource(url, candidate.run_id, candidate.global_step, storage_options=options)
     raise SnapshotDamagedError(
         f"--from {text}: none of the snapshots in {place.describe()} can be read",
         "`elastictrain checkpoints verify` says why.",

@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -115,6 +115,8 @@ class StateDir:
         self.path = path.absolute()
         self._warn = warn
         self._fenced_number = 0
+        self._source: SnapshotSource | None = None
+        """As this start of this node names it."""
         try:
             (self.path / RUNS_DIR).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -186,6 +188,7 @@ class StateDir:
         """
         run_id, kept_size, source, goes_on = self._run_of(config, options)
         run_id = run_id or secrets.token_hex(4)
+        self._source = source
         if options.source is not None and not goes_on:
             self._pin(options.source, run_id, config)
         self._note_fence(config, run_id)
@@ -205,6 +208,12 @@ class StateDir:
         source = None
         if lineage.source_url:
             source = SnapshotSource(lineage.source_url, lineage.source_run_id, lineage.source_step)
+            # Other nodes are told no credentials: each has those of its own job file, or of its own --from.
+            kept = JobIdentity.read(self.path)
+            for known in (self._source, kept.source if kept is not None else None):
+                if known is not None and replace(known, storage_options=None) == source:
+                    source = known
+                    break
         identity = _identity(config, lineage.run_id, lineage.global_batch_size, source, plan.world_size)
         self._keep(identity)
         return identity
@@ -226,6 +235,9 @@ class StateDir:
             and options.source is not None
             and (kept.source.url, kept.source.run_id) == (options.source.url, options.source.run_id)
         )
+        if goes_on and source is not None and options.source is not None:
+            # The credentials of its store may be others by now.
+            source = replace(source, storage_options=options.source.storage_options)
         if options.fresh or (options.source is not None and not goes_on):
             run_id, kept_size, source = None, None, options.source
         return run_id, kept_size, source, goes_on
@@ -259,7 +271,7 @@ class StateDir:
         )
 
     def _pin(self, source: SnapshotSource, owner: str, config: JobConfig) -> None:
-        store = open_store(source.url, config.checkpoint.storage_options)
+        store = open_store(source.url, source.options_of(config.checkpoint.storage_options))
         with_patience(
             lambda: store.pin(source.run_id, source.global_step, owner),
             config.checkpoint.storage_timeout_s,

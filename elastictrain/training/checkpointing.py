@@ -26,7 +26,7 @@ from elastictrain.core.identity import HYPERPARAMETERS
 from elastictrain.core.snapshot_interval import LastSnapshot, SnapshotSchedule
 from elastictrain.errors import SnapshotError, StorageError
 from elastictrain.logs import Logger
-from elastictrain.protocol import SNAPSHOTS_DIR, RunSpec
+from elastictrain.protocol import SNAPSHOTS_DIR, RunSpec, SnapshotSource
 from elastictrain.training.memory_return import give_back, is_stored
 from elastictrain.training.node_tiers import NodeTiers
 from elastictrain.training.parting import Parted, Parting
@@ -131,7 +131,7 @@ class Checkpointing:
             restored = restorer.restore(state, own)
             source = self._spec.source
             if restored is None and source is not None:
-                store = open_store(source.url, self._config.storage_options) if self._store is not None else None
+                store = self._open_source(source) if self._store is not None else None
                 restored = restorer.restore(
                     state,
                     Lookup((), store, source.run_id, scratch, self._config.storage_timeout_s, step=source.global_step),
@@ -372,11 +372,12 @@ class Checkpointing:
         if source is None:
             return
         try:
-            open_store(source.url, self._config.storage_options).unpin(
-                source.run_id, source.global_step, self._spec.run_id
-            )
+            self._open_source(source).unpin(source.run_id, source.global_step, self._spec.run_id)
         except StorageError as error:  # the other run keeps a snapshot too many: nothing that this one should fail for
             self._log.warning("source_not_released", url=redact_url(source.url), error=error.what)
+
+    def _open_source(self, source: SnapshotSource) -> Store:
+        return open_store(source.url, source.options_of(self._config.storage_options))
 
     def close(self) -> None:
         """Lets go of everything. What the persister was asked for it goes on with, after this process as well."""

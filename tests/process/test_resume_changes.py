@@ -17,10 +17,12 @@ from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.slot_writer import SlotWriter
 from elastictrain.checkpoint.store import Store, open_store
 from elastictrain.cli.lineage import find_source
-from elastictrain.cli.state_dir import StartOptions
+from elastictrain.cli.state_dir import StartOptions, StateDir
+from elastictrain.config import load_job
+from elastictrain.core.membership import Member, Plan
 from elastictrain.core.order import sample_list
 from elastictrain.errors import MissingInputError, SnapshotDamagedError, SnapshotError, StateDirError
-from elastictrain.protocol import IDENTITY_FILE, JobIdentity
+from elastictrain.protocol import IDENTITY_FILE, RUNS_DIR, JobIdentity, SnapshotSource
 from tests.process.helpers import Trained, train
 from tests.process.resume_helpers import go, kept, memory_of, nothing_left, samples, steps_in, store_of
 from tests.process.snapshot_payload import tier_of, write
@@ -365,6 +367,76 @@ def test_a_state_directory_as_source_has_a_memory_tier_and_a_store_elsewhere(tmp
     assert find_source(str(parent / "state"), {}, warnings.append).global_step == 3
     assert len(warnings) == 2
     assert all("model.safetensors" in warning for warning in warnings)
+
+
+def test_a_state_directory_as_source_says_how_its_store_is_opened(tmp_path: Path) -> None:
+    """Also to later starts, and also where the child's own store is opened in another way. Its credentials are in no
+    file but those of mode 0600 that need them, and in no output."""
+    parent, secret = tmp_path / "parent", "hunter2-very-secret"
+    options = {"target": "file", "secret": secret}
+    url = f"faulty:/{tmp_path}/elsewhere"
+    own = {"url": f"faulty:/{tmp_path}/own", "storage_options": {"target": "file", "secret": "another-secret"}}
+    whole = go(tmp_path / "whole")
+    go(parent, overrides=["train.max_steps=3"], checkpoint={"url": url, "storage_options": options})
+    source = find_source(str(parent / "state"), own["storage_options"])
+    assert secret not in repr(source)
+    outputs = []
+    starts: list[tuple[Path, dict[str, Any]]] = [(tmp_path / "local", {}), (tmp_path / "remote", own)]
+    for child, checkpoint in starts:
+        killed = go(
+            child,
+            overrides=["params.kill_after=1", "checkpoint.every_steps=100"],
+            options=StartOptions(source=source),
+            checkpoint=checkpoint,
+            expect_success=False,
+        )
+        assert killed.codes == [-9], killed.output
+        assert killed.events("restored")[0]["global_step"] == 3
+        assert open_store(url, options).pins().keys() == {(source.run_id, 3)}
+        run = go(child, checkpoint=checkpoint)
+        assert run.events("restored")[0]["global_step"] == 3
+        assert run.losses == whole.losses[3:]
+        assert run.events("source_not_released") == []
+        assert open_store(url, options).pins() == {}
+        outputs += [*killed.output, *run.output]
+        found = {p for p in child.rglob("*") if p.is_file() and secret.encode() in p.read_bytes()}
+        state = child / "state"
+        assert found == {state / IDENTITY_FILE, *(state / RUNS_DIR).glob("*/spec.json")}
+        assert {path.stat().st_mode & 0o777 for path in found} == {0o600}
+    assert secret not in "\n".join(outputs)
+    snapshots = (p for store in ("elsewhere", "own") for p in (tmp_path / store).rglob("*") if p.is_file())
+    assert not any(secret.encode() in path.read_bytes() for path in snapshots)
+
+
+def test_a_source_named_again_brings_the_credentials_of_its_store_anew(tmp_path: Path) -> None:
+    parent, child, url = tmp_path / "parent", tmp_path / "child", f"faulty:/{tmp_path}/elsewhere"
+    for secret in ("the-old-secret", "the-new-secret"):
+        options = {"target": "file", "secret": secret}
+        go(parent, overrides=["train.max_steps=3"], checkpoint={"url": url, "storage_options": options})
+        source = find_source(str(parent / "state"), {})
+        go(child, overrides=["train.max_steps=4"], options=StartOptions(source=source))
+        kept_identity = JobIdentity.read(child / "state")
+        assert kept_identity is not None
+        assert kept_identity.source == source
+        assert source.storage_options == options
+
+
+def test_nodes_are_told_no_credentials_of_a_source_and_each_adds_its_own(tmp_path: Path) -> None:
+    config = load_job("stdlib-lm").config
+    (tmp_path / "shm").mkdir()
+    with closing(tier_of(tmp_path)) as tier:
+        snapshot = write(tier, 2)
+        with OpenSnapshot(snapshot.path, snapshot.name) as opened:
+            open_store(tmp_path / "elsewhere").put(opened)
+    source = SnapshotSource(str(tmp_path / "elsewhere"), snapshot.run_id, 2, {"secret": "hunter2-very-secret"})
+    state = StateDir(tmp_path / "state")
+    lineage = state.lineage(config, StartOptions(source=source))
+    assert "hunter2" not in repr(lineage)
+    plan = Plan(1, "job-1-abcdef", (Member("node", "host", "127.0.0.1", 1, 0),), lineage)
+    assert state._adopt(config, plan).source == source
+    assert StateDir(tmp_path / "state")._adopt(config, plan).source == source, "kept over a restart"
+    other = StateDir(tmp_path / "other")._adopt(config, plan).source
+    assert other == SnapshotSource(source.url, source.run_id, 2), "on a node that was not given it: as its job has it"
 
 
 def test_a_source_that_is_not_there(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from elastictrain.checkpoint.memory_tier import Declined
 from elastictrain.checkpoint.persist_loop import PersisterSettings, Report
 from elastictrain.checkpoint.persister_client import Persister
 from elastictrain.checkpoint.store import open_store
+from elastictrain.cli.lineage import find_source
+from elastictrain.cli.state_dir import StartOptions
 from elastictrain.errors import StorageError
 from tests.process.helpers import read_metrics, wait_until
 from tests.process.resume_helpers import assert_same_trace, go, kept, nothing_left
@@ -176,6 +178,27 @@ def train_through(s3: S3, url: str, folder: Path, seconds: float) -> None:
 
 def test_a_run_that_goes_on_from_s3_and_bears_an_outage_is_the_uninterrupted_one(s3, url, tmp_path):
     train_through(s3, url, tmp_path, 2.0)
+
+
+def test_a_run_begins_with_that_of_another_state_directory_whose_store_is_s3(s3, url, tmp_path):
+    """It has a store of its own, in the state directory, and no credentials."""
+    whole, parent, child = (tmp_path / name for name in ("whole", "parent", "child"))
+    losses = go(whole).losses
+    go(parent, checkpoint={"url": url, "storage_options": s3.options}, overrides=["train.max_steps=3"])
+    source = find_source(str(parent / "state"), {})
+    killed = go(
+        child,
+        overrides=["params.kill_after=1", "checkpoint.every_steps=100"],
+        options=StartOptions(source=source),
+        expect_success=False,
+    )
+    assert killed.codes == [-9], killed.output
+    assert open_store(url, s3.options).pins().keys() == {(source.run_id, 3)}
+    run = go(child)
+    assert run.events("restored")[0]["global_step"] == 3
+    assert run.losses == losses[3:]
+    assert open_store(url, s3.options).pins() == {}
+    assert SECRET not in "".join([*killed.output, *run.output])
 
 
 @pytest.mark.soak

@@ -160,7 +160,9 @@ def test_a_run_spec_comes_back_as_it_was(tmp_path: Path) -> None:
         config={"train": {"max_steps": 5}},
         kept_global_batch_size=24,
         run_id="0123abcd",
-        source=SnapshotSource("/other/snapshots", "4567cdef", 12),
+        source=SnapshotSource(
+            "s3://other/snapshots", "4567cdef", 12, {"key": "k", "client_kwargs": {"region_name": "x"}}
+        ),
         allowed_differences=["seed"],
         mean_time_between_failures_s=3600.0,
     )
