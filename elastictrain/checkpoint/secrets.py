@@ -55,8 +55,10 @@ class Redactor:
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         found = {*_secrets_of(options, secret=False)}
         for match in _USERINFO.finditer(url):
-            user, _, password = match[0].partition(":")  # clients say them as they are, or decoded
+            user, _, password = match[0].partition(":")
+            # Clients say them as they are, decoded, or cut where they take the host or the path to begin.
             found.update(form(part) for part in (user, password) for form in (str, unquote))
+            found.update(re.split("[:/@?#]", password))
         found.update(form(match[2]) for match in _QUERY.finditer(url) for form in (str, unquote))
         # Longest first: one may contain another. Very short ones would blot out ordinary words.
         self._secrets = sorted((secret for secret in found if len(secret) >= 3), key=len, reverse=True)

@@ -64,6 +64,13 @@ def test_a_secret_may_hold_at_signs_and_slashes(url: str, shown: str) -> None:
     assert redact_url(url) == shown
 
 
+def test_a_client_that_cuts_a_secret_at_a_slash_says_no_half_of_it() -> None:
+    redact = Redactor("s3://AKEY:hunter2/very@secret@bucket/p", {})
+    text = 'Invalid bucket name "AKEY:hunter2"; key "very@secret@bucket/p"'
+    assert redact(text) == 'Invalid bucket name "***:***"; key "***@***@bucket/p"'
+    assert Redactor("sftp://me:a%2Fb%40c@host/x", {})("no login with a/b@c") == "no login with ***"
+
+
 VISIBLE = st.characters(min_codepoint=33, max_codepoint=126)
 NAMES = st.text("abcdefghij-.", min_size=1, max_size=12)
 
