@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import xxhash
 
 from elastictrain.checkpoint.format import (
+    MANIFEST_FILE,
     TRAINER_FILE,
     Damage,
     Layout,
@@ -97,12 +98,36 @@ class Candidate:
             data = self.store.read_file(self.name, TRAINER_FILE)
         return _decode_trainer(data, check_content(TRAINER_FILE, entry, len(data), digest(data)))
 
-    def verify(self, progress: Progress = no_progress) -> list[Damage]:
-        """Reads everything; empty if sound. Raises StorageError where the store fails."""
+    def verify(self, progress: Progress = no_progress) -> list[Damage] | None:
+        """Reads everything, while a job may be writing and deleting.
+
+        Returns:
+            what is wrong, empty if it is sound; None if it is gone by now, which is no damage.
+
+        Raises:
+            BusyError: it is just being overwritten, in the memory tier.
+            StorageError: the store failed, so nothing is known.
+        """
         if self.memory is not None:
             return verify_memory(self.memory)
         assert self.store is not None
-        return self.store.verify(self.name, progress)
+        while (manifest := self._read_stored_manifest()) is not None:
+            damages = self.store.verify(self.name, progress)
+            # Who deletes a snapshot takes its manifest away first; who does its step again replaces all of it.
+            if not damages or self._read_stored_manifest() == manifest:
+                return damages
+        return None
+
+    def is_gone(self) -> bool:
+        """Whether it is not in its store any more. Raises StorageError. For the durable tier."""
+        return self._read_stored_manifest() is None
+
+    def _read_stored_manifest(self) -> bytes | None:
+        assert self.store is not None
+        try:
+            return self.store.read_file(self.name, MANIFEST_FILE)
+        except SnapshotDamagedError:
+            return None
 
 
 class SnapshotReader:

@@ -90,7 +90,10 @@ class OpenSnapshot:
         self._folder_fd = folder
         self._lock_fd = -1
         try:
-            self._lock_fd = safefs.open_file(folder, LOCK_FILE, path, os.O_RDWR | os.O_CREAT)
+            try:
+                self._lock_fd = safefs.open_file(folder, LOCK_FILE, path, os.O_RDWR | os.O_CREAT)
+            except FileNotFoundError as error:  # nothing can be made in a folder that has just been removed
+                raise SnapshotDamagedError(f"{path} is gone") from error
             try:
                 fcntl.flock(self._lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -150,13 +153,41 @@ def map_read_only(fd: int) -> memoryview:
         return memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ))
 
 
-def verify_memory(snapshot: MemorySnapshot) -> list[Damage]:
-    """Reads a memory snapshot and compares it to its manifest; empty if it is sound."""
+def verify_memory(snapshot: MemorySnapshot) -> list[Damage] | None:
+    """Reads a memory snapshot and compares it to its manifest.
+
+    Returns:
+        what is wrong, empty if it is sound; None if it is gone: the slot is empty, or holds another snapshot by now.
+
+    Raises:
+        BusyError: it is there, and somebody has just locked its slot: most likely to overwrite it.
+    """
     try:
         with OpenSnapshot(snapshot.path, snapshot.name) as opened:
             return list(_check_files(opened))
     except (SnapshotError, BusyError) as error:
-        return [Damage(MANIFEST_FILE, error.what)]
+        content = _read_manifest(snapshot.path)
+        if content is None:
+            return None
+        try:
+            found = Manifest.decode(content)
+        except SnapshotError as damage:
+            return [Damage(MANIFEST_FILE, damage.what.removeprefix(f"{MANIFEST_FILE}: "))]
+        if found.name != snapshot.name:
+            return None
+        raise BusyError(error.what) from error
+
+
+def _read_manifest(slot: Path) -> bytes | None:
+    """What a slot has now, whoever has locked it; None if there is none."""
+    folder = safefs.open_folder(slot.parent, (slot.name,), create=False)
+    if folder is None:
+        return None
+    with safefs.closing(folder):
+        try:
+            return safefs.read_file(folder, MANIFEST_FILE, slot)
+        except FileNotFoundError:
+            return None
 
 
 def _check_files(opened: OpenSnapshot) -> Iterator[Damage]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from elastictrain.checkpoint.catalog import Candidate
+from elastictrain.checkpoint.format import Damage
+from elastictrain.checkpoint.memory_tier import LOCK_POLL_S
 from elastictrain.cli.options import JobDirArgument, JsonOption, StateDirOption
-from elastictrain.cli.snapshot_places import choose, find_place
-from elastictrain.errors import SnapshotDamagedError, SnapshotError, StorageError, UsageError
+from elastictrain.cli.snapshot_places import Place, choose, find_place
+from elastictrain.errors import BusyError, SnapshotDamagedError, SnapshotError, StorageError, UsageError
 
 app = typer.Typer(no_args_is_help=True, help="List, inspect, verify, prune and export a job's snapshots.")
 
@@ -22,6 +26,10 @@ UrlOption = Annotated[
 StepOption = Annotated[
     int | None, typer.Option("--step", metavar="N", help="The snapshot of this global step. Default: the newest.")
 ]
+
+
+BUSY_PATIENCE_S = 10.0
+"""How long a snapshot that is just being overwritten is asked for again: a writer takes its slot in milliseconds."""
 
 
 def _warn(text: str) -> None:
@@ -34,7 +42,7 @@ def list_(
 ) -> None:
     """List all snapshots, newest first, of both tiers."""
     place = find_place(job, state_dir, url)
-    rows = [_row(candidate) for candidate in place.candidates()]
+    rows = [row for candidate in place.candidates() if (row := _row(candidate)) is not None]
     rows += [{"tier": "memory", "path": str(path), "damage": str(damage)} for path, damage in place.broken()]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
@@ -60,14 +68,15 @@ def _size(size_bytes: int) -> str:
     return f"{size_bytes} B"
 
 
-def _row(entry: tuple[Any, list[str]]) -> dict[str, Any]:
+def _row(entry: tuple[Any, list[str]]) -> dict[str, Any] | None:
+    """None for one that has been deleted since it was listed."""
     candidate, pinned_by = entry
     row = {"name": candidate.name, "global_step": candidate.global_step, "run_id": candidate.run_id}
     row |= {"tier": candidate.tier, "path": candidate.where, "pinned_by": pinned_by}
     try:
         manifest = candidate.read_manifest()
     except SnapshotError as error:
-        return {**row, "damage": error.what}
+        return None if candidate.is_gone() else {**row, "damage": error.what}
     return {**row, "created": manifest.created, "size_bytes": manifest.size_bytes, "versions": manifest.versions}
 
 
@@ -125,14 +134,12 @@ def verify(
     step: StepOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Read every byte and compare it to what was written. Exit code 65 if anything is damaged."""
+    """Read every byte and compare it to what was written. Exit code 65 if anything is damaged.
+
+    What a running job deletes or overwrites meanwhile is left out.
+    """
     place = find_place(job, state_dir, url)
-    rows: list[dict[str, Any]] = []
-    for candidate, _pins in place.candidates():
-        if step is None or candidate.global_step == step:
-            damages = [{"file": d.file, "reason": d.reason} for d in candidate.verify()]
-            rows.append({"name": candidate.name, "global_step": candidate.global_step, "tier": candidate.tier})
-            rows[-1] |= {"path": candidate.where, "sound": not damages, "damages": damages}
+    rows = _verified(place, step)
     if step is None:
         for path, damage in place.broken():
             damages = [{"file": damage.file, "reason": damage.reason}]
@@ -140,6 +147,7 @@ def verify(
             rows[-1] |= {"sound": False, "damages": damages}
     if not rows:
         choose(place, step, _warn)  # explains that there is none
+        raise BusyError("whatever was to be verified was overwritten or deleted meanwhile", "Try again.")
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
     else:
@@ -149,6 +157,38 @@ def verify(
                 typer.echo(f"    {row['path']}/{damage['file']}: {damage['reason']}")
     if not all(row["sound"] for row in rows):
         raise typer.Exit(SnapshotDamagedError.exit_code)
+
+
+def _verified(place: Place, step: int | None) -> list[dict[str, Any]]:
+    """What has been found of each snapshot, newest first; of those that are still there when their turn comes."""
+    rows: list[dict[str, Any]] = []
+    deadline_s = time.monotonic() + BUSY_PATIENCE_S
+    # A job may take snapshots faster than they are read: then all of a list can be gone, and the next is looked at.
+    while not rows and time.monotonic() < deadline_s:
+        candidates = [c for c, _pins in place.candidates() if step is None or c.global_step == step]
+        if not candidates:
+            break
+        for candidate in candidates:
+            found = _verify_patiently(candidate)
+            if found is not None:
+                damages = [{"file": d.file, "reason": d.reason} for d in found]
+                rows.append({"name": candidate.name, "global_step": candidate.global_step, "tier": candidate.tier})
+                rows[-1] |= {"path": candidate.where, "sound": not damages, "damages": damages}
+    return rows
+
+
+def _verify_patiently(candidate: Candidate) -> list[Damage] | None:
+    """As `Candidate.verify`. A slot that somebody has locked is soon free again, or holds another snapshot; one that
+    stays locked (its writer is stopped) is left out, with a warning."""
+    deadline_s = time.monotonic() + BUSY_PATIENCE_S
+    while True:
+        try:
+            return candidate.verify()
+        except BusyError as error:
+            if time.monotonic() >= deadline_s:
+                _warn(f"{candidate.name} is left out: {error.what}")
+                return None
+            time.sleep(LOCK_POLL_S)
 
 
 @app.command()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +19,13 @@ import safetensors.numpy
 from elastictrain.checkpoint.format import TensorSpec, digest, layout, snapshot_name
 from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
 from elastictrain.checkpoint.memory_tier import MemoryTier
+from elastictrain.cli import checkpoints_commands
 from elastictrain.cli.checkpoints_commands import _size
-from tests.process.snapshot_payload import RUN_ID, arrays, store_of, trainer, write
+from elastictrain.cli.snapshot_places import Place, find_place
+from elastictrain.errors import BusyError
+from tests.process.helpers import start_cli, wait_until
+from tests.process.snapshot_payload import RUN_ID, arrays, fill, layouts, store_of, trainer, write
+from tests.process.test_supervisor import write_faulty
 
 
 def command(*arguments: object, cwd=None) -> subprocess.CompletedProcess[str]:
@@ -254,3 +263,166 @@ def test_the_command_loads_neither_torch_nor_fsspec(state_dir):
     )
     done = subprocess.run([sys.executable, "-c", script, state_dir], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+# ---- while a job writes and deletes
+
+
+@pytest.fixture
+def tier(state_dir):
+    made = MemoryTier.staging(state_dir)
+    yield made
+    made.close()
+
+
+def candidate_of(state_dir, step: int, tier_name: str):
+    place = find_place(None, state_dir, None)
+    return next(c for c, _ in place.candidates() if (c.global_step, c.tier) == (step, tier_name))
+
+
+def overwrite(tier: MemoryTier, state_dir) -> None:
+    write(tier, 6)
+    write(tier, 7)
+
+
+def be_killed_while_overwriting(tier: MemoryTier, state_dir) -> None:
+    for _ in range(2):  # step 4's slot, then step 5's
+        tier.begin(layouts())
+        tier.close()
+        write(tier, 6)
+
+
+def delete_the_tier(tier: MemoryTier, state_dir) -> None:
+    assert tier.clean()
+
+
+@pytest.mark.parametrize("meanwhile", [overwrite, be_killed_while_overwriting, delete_the_tier])
+def test_what_is_overwritten_in_memory_before_it_is_read_is_gone_and_not_damaged(state_dir, tier, meanwhile):
+    candidates = [candidate_of(state_dir, step, "memory") for step in (4, 5)]
+    assert [candidate.verify() for candidate in candidates] == [[], []]
+    meanwhile(tier, state_dir)
+    assert candidates[0].verify() is None
+
+
+def test_a_manifest_that_is_damaged_before_it_is_read_is_damaged(state_dir):
+    candidate = candidate_of(state_dir, 5, "memory")
+    (candidate.memory.path / "manifest.json").write_text("{")
+    assert [damage.file for damage in candidate.verify()] == ["manifest.json"]
+
+
+def test_a_slot_that_somebody_has_locked_is_asked_for_again_and_left_out_if_it_stays_locked(
+    state_dir, capsys, monkeypatch
+):
+    candidate = candidate_of(state_dir, 4, "memory")
+    with (candidate.memory.path / "lock").open("r+b") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(BusyError, match="is being written"):
+            candidate.verify()
+        waits = iter([None])
+
+        def sleep(_seconds: float) -> None:
+            if next(waits, "over") == "over":
+                fcntl.flock(lock, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(time, "sleep", sleep)
+        assert checkpoints_commands._verify_patiently(candidate) == []
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        monkeypatch.setattr(checkpoints_commands, "BUSY_PATIENCE_S", 0.0)
+        assert checkpoints_commands._verify_patiently(candidate) is None
+    assert f"{candidate.name} is left out: {candidate.memory.path} is being written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("when", ["before", "after the manifest", "after the first file"])
+@pytest.mark.parametrize("what", ["delete", "do the step again"])
+def test_a_durable_one_that_is_deleted_or_replaced_while_it_is_read_is_not_damaged(
+    state_dir, tmp_path, monkeypatch, what, when
+):
+    candidate = candidate_of(state_dir, 3, "durable")
+    store = candidate.store
+    other = tmp_path / "other"
+    other.mkdir()
+    anew = MemoryTier.staging(other)
+    writer = anew.begin(layouts())
+    fill(writer, 33)  # the same step, other content
+    again = writer.commit(job="job", run_id=RUN_ID, global_step=3, versions={}, trainer=trainer(3))
+
+    def act() -> None:
+        if what == "delete":
+            store.delete(candidate.name)
+            return
+        (store.path / candidate.name).rename(tmp_path / "old")
+        with OpenSnapshot(again.path, again.name) as source:
+            store_of(state_dir).put(source)
+
+    opened, original = [], store.open
+
+    def interrupted(name: str, file: str):
+        opened.append(file)
+        if len(opened) == (1 if when == "after the manifest" else 2):
+            act()
+        return original(name, file)
+
+    if when == "before":
+        act()
+    else:
+        monkeypatch.setattr(store, "open", interrupted)
+    assert candidate.verify() == (None if what == "delete" else [])
+    anew.close()
+
+
+def test_the_list_leaves_out_what_is_deleted_before_its_manifest_is_read(state_dir, monkeypatch, capsys):
+    original = Place.candidates
+
+    def then_delete(place: Place):
+        found = original(place)
+        place.store.delete(snapshot_name(2, RUN_ID))
+        return found
+
+    monkeypatch.setattr(Place, "candidates", then_delete)
+    checkpoints_commands.list_(state_dir=state_dir, as_json=True)
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["global_step"] for row in rows if row["tier"] == "durable"] == [5, 4, 3, 1]
+    assert not any("damage" in row for row in rows)
+
+
+def test_verify_looks_again_where_all_that_was_listed_is_gone(state_dir, tier, monkeypatch, capsys):
+    original, lists = Place.candidates, []
+
+    def then_overtake(place: Place):
+        found = original(place)
+        lists.append(found)
+        if len(lists) == 1:
+            for step in (6, 7, 8):
+                write(tier, step)
+            for step in range(1, 6):
+                place.store.delete(snapshot_name(step, RUN_ID))
+        return found
+
+    monkeypatch.setattr(Place, "candidates", then_overtake)
+    checkpoints_commands.verify(state_dir=state_dir, as_json=True)
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["global_step"], row["tier"], row["sound"]) for row in rows] == [
+        (8, "memory", True),
+        (7, "memory", True),
+    ]
+
+
+@pytest.mark.parametrize("command_name", ["verify", "list"])
+def test_no_snapshot_of_a_running_job_is_called_damaged(tmp_path, command_name):
+    """It takes one after every step, and keeps but the newest: most of what is listed is gone a moment later."""
+    state = tmp_path / "state"
+    path = write_faulty(tmp_path, train={"max_steps": 10**6}, checkpoint={"every_steps": 1, "keep_last": 1})
+    with start_cli("run", path, "--state-dir", state, "--output", "json") as process:
+        drain = threading.Thread(target=process.stdout.read)  # a full pipe would stop the job
+        drain.start()
+        wait_until(lambda: state.exists() and as_json("list", "--state-dir", state))
+        seen = set()
+        for _ in range(6):
+            rows = as_json(command_name, "--state-dir", state)
+            assert rows
+            assert not [row for row in rows if "damage" in row or not row.get("sound", True)]
+            seen |= {row["global_step"] for row in rows if row["tier"] == "memory"}
+        assert len(seen) > 2, "the job goes on meanwhile"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        drain.join()
