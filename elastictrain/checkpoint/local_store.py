@@ -213,12 +213,17 @@ class LocalStore(Store):
 
     def _read_pins(self) -> dict[str, bytes]:
         folder = self.path / PINS_DIR
+        pins = {}
         try:
-            return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.startswith(".")}
+            for path in folder.iterdir():
+                if not path.name.startswith("."):
+                    with contextlib.suppress(FileNotFoundError):  # taken back meanwhile; the others hold
+                        pins[path.name] = path.read_bytes()
         except FileNotFoundError:
             return {}
         except OSError as error:
             raise _failed(folder, error) from error
+        return pins
 
     def _write_pin(self, file: str, content: bytes) -> None:
         folder = self.path / PINS_DIR

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
 import subprocess
@@ -101,6 +102,26 @@ def test_delete_and_pins(store, tier):
     assert store.snapshots() == []
     with pytest.raises(SnapshotDamagedError, match=r"manifest\.json"):
         store.read_manifest(name)
+
+
+def test_a_pin_that_is_taken_back_while_the_pins_are_read_takes_no_other_with_it(store, tier, monkeypatch):
+    """Else whoever deletes at that moment would see no pins at all."""
+    put(store, tier, 1)
+    for owner in ("a", "b", "c"):
+        store.pin(RUN_ID, 1, owner)
+    reader, method = (Path, "read_bytes") if isinstance(store, LocalStore) else (store._fs, "cat_file")
+    original, unpinned = getattr(reader, method), []
+
+    def unpin_first(*args, **kwargs):
+        if not unpinned:
+            owner = json.loads(original(*args, **kwargs))["owner"]
+            unpinned.append(owner)
+            store.unpin(RUN_ID, 1, owner)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(reader, method, unpin_first)
+    assert sorted(store.pins()[(RUN_ID, 1)]) == sorted({"a", "b", "c"} - set(unpinned))
+    assert len(unpinned) == 1
 
 
 def pinned(store, step: int) -> bool:
