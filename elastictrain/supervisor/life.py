@@ -50,7 +50,7 @@ LEAVE_CHECK_S = 0.5
 LOOK_AGAIN_S = 5.0
 """How long to wait before looking again at ranks that stand still where no culprit was found."""
 START_GRACE_S = 2.0
-"""A group that is told to stop before its first step has nothing to keep: it gets this much to end by itself."""
+"""A group that is told to stop before its first step gets this much to end by itself: a rank of it may never come."""
 
 
 MEETING = frozenset(Phase) - {Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.COMMIT}
@@ -149,6 +149,11 @@ class Life:
         """The furthest step that a rank has committed, or begun with; None before any has begun."""
         steps = [beat.step for beat in self.heartbeats.values() if beat is not None and beat.first_step >= 0]
         return max(steps, default=None)
+
+    def _something_to_keep(self) -> bool:
+        """Whether a rank holds a state by now: one that it was restored with, or has begun a step from."""
+        beats = self._watch.heartbeats().values()  # not those of the last look: it may have been restored since
+        return any(beat is not None and (beat.first_step >= 0 or beat.step > 0) for beat in beats)
 
     @property
     def all_train(self) -> bool:
@@ -255,10 +260,10 @@ class Life:
 
     def abandon(self) -> None:
         """Has the ranks keep their last committed step and go, though they wait for others: those will not come."""
-        if self.reached_step is None:
-            self._kill_group()  # there is nothing to keep
-        else:
+        if self._something_to_keep():
             self.incarnation.lose_agent()
+        else:
+            self._kill_group()
 
     def waits_since_s(self, now_s: float) -> tuple[float, float]:
         """For how long every rank has stood still where it may wait for a rank of another node, 0 if one moves; and
@@ -288,9 +293,10 @@ class Life:
         hurry_s = min(self._config.checkpoint.preempt_deadline_s, max(timeout_s - STOP_GRACE_S, timeout_s / 2))
         if passed_s > hurry_s:
             self.incarnation.board.ask_to_hurry()
-        nothing_to_keep = self.reached_step is None and passed_s > START_GRACE_S
-        if passed_s > timeout_s or nothing_to_keep:
+        if passed_s > timeout_s:
             self._kill_group()
+        elif self.reached_step is None and passed_s > START_GRACE_S:
+            self.abandon()  # what they were given may be in no memory tier any more
 
     # ---- watching
 

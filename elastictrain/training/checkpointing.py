@@ -182,26 +182,30 @@ class Checkpointing:
         self._session.beat()  # waiting is no hang
         self._log.warning("store_retrying", error=error, pause_s=round(pause_s, 3))
 
-    def begin(self, state: TrainingState, shadow: Shadow, restored: Restored | None) -> Snapshotter | None:
-        """From now on there is something to keep.
-
-        Returns:
-            what takes this rank's regular snapshots; None on the ranks that take none.
-        """
-        first_step = restored.counters.global_step if restored is not None else 0
-        if self._session.place.is_rank_zero:
-            self._snapshotter = self._begin_snapshots(state, restored, first_step)
+    def hold(self, state: TrainingState, shadow: Shadow, restored: Restored | None) -> None:
+        """From now on there is something to keep at a failure: the session stands at the step that was restored."""
         self._parting = Parting(
             self._session,
             state,
             shadow,
             self._tiers.written,
-            self._snapshotter,
-            first_step=first_step,
+            is_durable=restored is None or restored.tier == "durable",
             origin=self._origin,
             patience_s=self._parting_patience_s,
             log=self._log,
         )
+
+    def begin(self, state: TrainingState, restored: Restored | None) -> Snapshotter | None:
+        """Begins with regular snapshots. After `hold`.
+
+        Returns:
+            what takes those of this rank; None on the ranks that take none.
+        """
+        if self._session.place.is_rank_zero:
+            first_step = restored.counters.global_step if restored is not None else 0
+            self._snapshotter = self._begin_snapshots(state, restored, first_step)
+            if self._parting is not None:
+                self._parting.stand_beside(self._snapshotter)
         return self._snapshotter
 
     def _begin_snapshots(self, state: TrainingState, restored: Restored | None, first_step: int) -> Snapshotter:

@@ -143,6 +143,7 @@ class Job:
         restored = checkpointing.restore(state)
         if restored is not None:
             session.resume(restored.counters)
+        checkpointing.hold(state, self._shadow, restored)
         session.beat()
         self._advise_before_start()
         self._feed = feed = self._make_feed()
@@ -162,7 +163,7 @@ class Job:
             reporter=reporter,
             timer=timer,
             skip_watch=SkipWatch(config.train.max_consecutive_skips),
-            snapshotter=checkpointing.begin(state, self._shadow, restored),
+            snapshotter=checkpointing.begin(state, restored),
             shadow=self._shadow,
         )
         self._log_start()

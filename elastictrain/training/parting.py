@@ -5,6 +5,9 @@ the middle of an update. So whoever survives a failure writes that state into th
 local rank zero, or any other where that one died. They go one after the other, and who finds the step, or a later one,
 kept already leaves at once; where ranks disagree by a step the newest wins.
 
+That holds for the step that a life began with, too, as soon as it is restored: the node that this one has it from may
+be the one that has just been lost, with the only memory tier that held it.
+
 Nothing in here raises: what ended the rank is what counts.
 """
 
@@ -52,8 +55,8 @@ class Parting:
         state: what a snapshot holds.
         shadow: what has moved since the last commit, as it was.
         tiers: where it goes; the next one where the one before has no room.
-        snapshotter: takes the regular snapshots of this rank; None where it takes none.
-        first_step: the step that this life began with, which is kept already.
+        is_durable: the step that this life begins with, where the session stands now, is in the durable tier; or it is
+            the begin of the run, which needs no keeping.
         origin: what every manifest of this run says.
         patience_s: how long to wait for another rank that writes, and for a slot.
         log: for events.
@@ -65,9 +68,8 @@ class Parting:
         state: TrainingState,
         shadow: Shadow,
         tiers: Sequence[MemoryTier],
-        snapshotter: Snapshotter | None,
         *,
-        first_step: int,
+        is_durable: bool,
         origin: Origin,
         patience_s: float,
         log: Logger,
@@ -76,11 +78,16 @@ class Parting:
         self._state = state
         self._shadow = shadow
         self._tiers = list(tiers)
-        self._snapshotter = snapshotter
-        self._first_step = first_step
+        self._snapshotter: Snapshotter | None = None
+        self._first_step = session.global_step
+        self._is_durable = is_durable
         self._origin = origin
         self._patience_s = patience_s
         self._log = log
+
+    def stand_beside(self, snapshotter: Snapshotter) -> None:
+        """From now on this takes the regular snapshots of this rank."""
+        self._snapshotter = snapshotter
 
     def keep(self) -> Parted | None:
         """Sees to it that the last committed step is in the memory tier; None if it cannot be, or need not."""
@@ -89,7 +96,7 @@ class Parting:
         try:
             if self._snapshotter is not None:
                 self._snapshotter.wait_committed()  # it may be the very step; and its slot is free again
-            if step == self._first_step or self._session.phase is Phase.EXIT:
+            if self._session.phase is Phase.EXIT or (step == self._first_step and self._has_first_step()):
                 return None
             if not self._session.abandon_step():
                 self._log.warning("snapshot_at_failure_left_out", at_step=step, reason="it failed in an update")
@@ -108,6 +115,14 @@ class Parting:
             seconds=round(perf_counter() - began_s, 6),
         )
         return parted
+
+    def _has_first_step(self) -> bool:
+        """Whether the step that this life began with outlives this process, and every other node. The durable tier is
+        not asked: it may be slow."""
+        if self._is_durable:
+            return True
+        newest = self._newest_kept()
+        return newest is not None and newest.global_step >= self._first_step
 
     def _keep(self, step: int) -> Parted:
         deadline_s = time.monotonic() + self._patience_s

@@ -109,10 +109,12 @@ class Session:
         self.beat()
 
     def resume(self, counters: Counters) -> None:
-        """Goes on from a snapshot's counters; before the first step only."""
+        """Goes on from a snapshot's counters; before the first step only, and once the state is that of the snapshot:
+        from now on it can be kept."""
         if self._phase is not Phase.INIT:
             raise UsageError("resume after the first step", "Resume a session before its first begin_step.")
         self._counters = counters
+        self._move_to(Phase.INIT)  # the heartbeat says that there is something to keep
 
     # ---- phases
 
@@ -305,11 +307,12 @@ class Session:
         """Gives up the step in flight, for good: the session stands at its last commit, in phase `SNAPSHOT`.
 
         Returns:
-            whether it does: before the first step and after the last there is nothing to keep, and in an update the
+            whether it does: before a run's first step and after the last there is nothing to keep, and in an update the
             state belongs to no step.
         """
         self._leave_reason = None
-        if self.in_update or self._phase in (Phase.INIT, Phase.EXIT):
+        is_blank = self._phase is Phase.INIT and self.global_step == 0
+        if self.in_update or is_blank or self._phase is Phase.EXIT:
             return False
         self._step = None
         self._move_to(Phase.SNAPSHOT)

@@ -2,8 +2,9 @@
 still keep the step before, bit for bit.
 
 Parameters and moments change in the optimizer step alone; only the rest is copied, at the begin of each step: buffers
-(the running statistics of a BatchNorm), extra state of modules, the task's own state, and parameters for which the
-first step shows that a forward pass changes them (an embedding with max_norm). A model without any of it costs nothing.
+(the running statistics of a BatchNorm), extra state of modules, the task's own state, embeddings with max_norm, and
+other parameters for which the first step shows that a forward pass changes them. A model without any of it costs
+nothing.
 
 Whether a tensor has changed is asked of torch's count of changes in place, so that large buffers that stand still, and
 frozen weights, are not copied again and again. Normalisation layers go past that count, and are copied every time, as
@@ -157,7 +158,9 @@ class Shadow:
                 if parameter is None:
                     continue
                 held = _Held(f"{prefix}.{key}" if prefix else key, owner._parameters, key, is_counted=True)
-                if parameter.requires_grad:
+                if getattr(owner, "max_norm", None) is not None:
+                    self._held.append(held)  # an embedding that says of itself that its forward pass rescales its rows
+                elif parameter.requires_grad:
                     self._trial.append((held, _version_of(parameter)))
                     held.tensor = parameter
                 else:
@@ -188,7 +191,10 @@ class Shadow:
 
     def lost(self) -> Iterator[str]:
         """Names of tensors that were changed since the commit for the first time: there is no copy of them."""
-        return (held.name for held in self._held if held.copy is None and held.has_moved)
+        yield from (held.name for held in self._held if held.copy is None and held.has_moved)
+        for held, version in self._trial:
+            if held.owner.get(held.key) is not held.tensor or _version_of(held.tensor) != version:
+                yield held.name
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from elastictrain.checkpoint import faults
+from elastictrain.checkpoint.format import MANIFEST_FILE
 from elastictrain.training import metrics
 from tests.process.faulty import strike
 from tests.process.resume_tasks import Resumable
@@ -23,10 +25,11 @@ class Calls:
     Args:
         grief: [place, kind, ranks, number of the call, counted from 1]; empty for none.
         fault: armed just before (see `checkpoint.faults`).
+        lost: folder whose snapshots are gone by then: the memory of a node that has lost its power. "" for none.
     """
 
-    def __init__(self, grief: list[Any], fault: str) -> None:
-        self._grief, self._fault = grief, fault
+    def __init__(self, grief: list[Any], fault: str, lost: str) -> None:
+        self._grief, self._fault, self._lost = grief, fault, lost
         self._calls: dict[str, int] = {}
 
     def at(self, place: str) -> None:
@@ -35,6 +38,9 @@ class Calls:
             return
         where, kind, ranks, number = self._grief
         if place == where and rank() in ranks and self._calls[place] == number:
+            if self._lost:
+                for manifest in Path(self._lost).rglob(MANIFEST_FILE):
+                    manifest.unlink()
             if self._fault:
                 faults.arm(self._fault)
             strike(kind)
@@ -77,12 +83,14 @@ class Embedded(nn.Module):
 
 
 class Grieved(Resumable):
-    """`Resumable`, with places "item", "loss", "backward", "reduced" and "update"; with two ranks, a microbatch each,
+    """`Resumable`, with places "item", "eval_data" (between the restoring and the first step), "loss",
+    "backward", "reduced" and "update"; with two ranks, a microbatch each,
     the n-th call of "loss" is in the n-th step of the life.
 
     Args:
         grief: see `Calls`.
         fault: see `Calls`.
+        lost: see `Calls`.
         pause_s: of every loss, so that a test can do something meanwhile.
         lines_from: rank zero's lines from this step on are never written: its disk stands still.
     """
@@ -91,6 +99,7 @@ class Grieved(Resumable):
         self,
         grief: list[Any] | None = None,
         fault: str = "",
+        lost: str = "",
         pause_s: float = 0.0,
         lines_from: int | None = None,
         **more: Any,
@@ -98,7 +107,7 @@ class Grieved(Resumable):
         super().__init__(**more)
         if lines_from is not None and rank() == 0:
             _hold_back(lines_from)
-        self.calls = Calls(grief or [], fault)
+        self.calls = Calls(grief or [], fault, lost)
         self.pause_s = pause_s
 
     def model(self) -> nn.Module:
@@ -108,6 +117,10 @@ class Grieved(Resumable):
         data = GrievedSamples(self.length)
         data.calls = self.calls
         return data
+
+    def eval_data(self) -> Samples | None:
+        self.calls.at("eval_data")
+        return super().eval_data()
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         optimizer = super().optimizer(model)

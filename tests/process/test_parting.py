@@ -23,13 +23,20 @@ EVERYTHING: dict[str, Any] = {
 
 
 def grieve(
-    folder: Path, *grief: Any, world_size: int = 2, fault: str = "", every_steps: int = 1, **options: Any
+    folder: Path,
+    *grief: Any,
+    world_size: int = 2,
+    fault: str = "",
+    loses_memory: bool = False,
+    every_steps: int = 1,
+    **options: Any,
 ) -> Trained:
     """A life that comes to grief; it reports metrics every so many steps."""
     overrides = [
         f"metrics.every_steps={every_steps}",
         f"params.grief={list(grief)!r}".replace("'", '"'),
         f"params.fault={fault!r}",
+        f"params.lost={str(folder / 'shm') if loses_memory else ''!r}",
     ]
     options.setdefault("checkpoint", NEVER)
     return go(folder, world_size, task=TASK, overrides=overrides, expect_success=False, **options)
@@ -98,6 +105,54 @@ def test_no_step_is_lost_and_no_bit(
     run = live(tmp_path, **EVERYTHING)
     assert began_at(run) == step
     assert_same_future(run, tmp_path, *undisturbed)
+
+
+@pytest.mark.parametrize("place", ["eval_data", "loss", "backward"])
+def test_what_was_restored_outlives_the_memory_that_it_was_in(
+    tmp_path: Path, undisturbed: tuple[Trained, Path], place: str
+) -> None:
+    """A node that joins has its state from another, which alone has it in memory. When that one loses its power before
+    they have done a step together, whoever is left keeps what it was given."""
+    run = grieve(tmp_path, "loss", "raise", [1], 3, **EVERYTHING)
+    assert newest_in_memory(tmp_path) == 2, run.output
+    run = grieve(tmp_path, place, "kill", [0], 1, loses_memory=True, **EVERYTHING)
+    (event,) = run.events("snapshot_at_failure", rank=1)
+    assert (event["at_step"], event["is_ours"]) == (2, True)
+    assert [report.kept_step for report in run.errors] == [2]
+    run = live(tmp_path, **EVERYTHING)
+    assert began_at(run) == 2
+    assert_same_future(run, tmp_path, *undisturbed)
+
+
+def test_rows_that_the_first_forward_pass_has_rescaled(tmp_path: Path) -> None:
+    """They are kept as they were given."""
+    options: dict[str, Any] = {"params": {"model": "embedded"}, "train_section": {"max_steps": 5}}
+    whole = live(tmp_path / "whole", 1, **options)
+    cut = tmp_path / "cut"
+    grieve(cut, "loss", "raise", [0], 5, world_size=1, **options)
+    run = grieve(cut, "loss", "raise", [0], 2, world_size=1, loses_memory=True, **options)
+    assert [event["at_step"] for event in run.events("snapshot_at_failure")] == [2], run.output
+    run = live(cut, 1, **options)
+    assert began_at(run) == 2
+    assert_same_future(run, cut, whole, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("place", ["eval_data", "loss"])
+def test_the_begin_of_a_run_needs_no_keeping(tmp_path: Path, place: str) -> None:
+    run = grieve(tmp_path, place, "raise", [0, 1], 1)
+    assert [report.kept_step for report in run.errors] == [None, None]
+    assert run.events("snapshot_at_failure") == run.events("snapshot_at_failure", rank=1) == []
+    assert memory_of(tmp_path).snapshots() == []
+
+
+def test_what_is_durable_needs_no_keeping(tmp_path: Path) -> None:
+    train_section = {"max_steps": 3}
+    live(tmp_path, train_section=train_section)
+    assert steps_in(store_of(tmp_path)) == [3]
+    run = grieve(tmp_path, "loss", "raise", [0, 1], 1, train_section={"max_steps": 6})
+    assert [event["from_tier"] for event in run.events("restored")] == ["durable"]
+    assert [report.kept_step for report in run.errors] == [None, None]
+    assert memory_of(tmp_path).snapshots() == []
 
 
 @pytest.mark.parametrize("kind", ["embedded", "extra_state", "complex64"])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from elastictrain.core.counters import Counters
 from elastictrain.core.phases import IN_UPDATE, INTERRUPTIBLE, Phase
 from elastictrain.core.window import WindowPlan
+from elastictrain.heartbeat import HeartbeatWriter, read_heartbeat
 from elastictrain.training.device import Place
 from elastictrain.training.session import LeftBehind, Session
 
@@ -81,6 +85,21 @@ def test_a_step_can_be_abandoned_unless_it_is_in_update(phase: Phase) -> None:
     assert session.phase is (Phase.SNAPSHOT if can else phase)
     if phase is not Phase.INIT:
         assert session.global_step == 1
+
+
+def test_what_was_restored_can_be_kept_before_the_first_step(tmp_path: Path) -> None:
+    """Also the supervisor must know of it."""
+    heartbeat = HeartbeatWriter(tmp_path, rank=0, local_rank=0, incarnation=1)
+    session = Session(Place(), heartbeat=heartbeat)
+    session.resume(Counters(global_step=5, applied=4, skipped=1, sample_position=5))
+    beat = read_heartbeat(heartbeat.path)
+    heartbeat.close()
+    assert beat is not None
+    assert (beat.phase, beat.step, beat.first_step) == (Phase.INIT, 5, -1)
+    with pytest.raises(LeftBehind):
+        session.leave("gone")
+    assert session.abandon_step()
+    assert (session.global_step, session.phase) == (5, Phase.SNAPSHOT)
 
 
 def test_an_outcome_that_fails_to_settle_leaves_no_consistent_state() -> None:

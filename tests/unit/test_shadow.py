@@ -122,17 +122,46 @@ def test_a_frozen_parameter_that_moves_after_all() -> None:
     assert shadow.tensors()["frozen"].tolist() == [2, 2]
 
 
-def test_a_trained_parameter_that_forward_passes_change() -> None:
+def test_rows_that_an_embedding_rescales() -> None:
+    """From the first step on: a node that has just joined may have to keep what it was given."""
     embedding = nn.Embedding(3, 2, max_norm=0.1)
     shadow = shadow_of(nn.Sequential(OrderedDict(rows=embedding)))
+    for step in range(2):
+        shadow.keep(step)
+        then = embedding.weight.detach().clone()
+        embedding(torch.tensor([step]))
+        assert torch.equal(shadow.tensors()["rows.weight"], then)
+        assert not torch.equal(embedding.weight, then)
+        shadow.observe()
+    assert list(shadow.lost()) == []
+
+
+class Decaying(nn.Module):
+    """A weight that every forward pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self) -> None:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+
+
+def test_a_trained_parameter_that_forward_passes_change() -> None:
+    """What it was before the first of them is lost, and said to be; then it is held."""
+    module = Decaying()
+    shadow = shadow_of(module)
     shadow.keep(0)
-    embedding(torch.tensor([0]))
+    assert list(shadow.lost()) == []
+    module()
+    assert list(shadow.lost()) == ["weight"]
     shadow.observe()
+    assert list(shadow.lost()) == ["weight"]
     shadow.keep(1)
-    then = embedding.weight.detach().clone()
-    embedding(torch.tensor([1]))
-    assert torch.equal(shadow.tensors()["rows.weight"], then)
-    assert not torch.equal(embedding.weight, then)
+    assert list(shadow.lost()) == []
+    module()
+    assert shadow.tensors()["weight"].tolist() == [0.5, 0.5]
 
 
 def test_the_state_of_a_task_is_a_copy() -> None:
