@@ -38,6 +38,7 @@ class Job:
         nodes: how many may take part.
         elastic: more of that section.
         supervisor: that section.
+        checkpoint: more of that section.
         max_steps: how many.
         pause_s: of each microbatch.
     """
@@ -51,6 +52,7 @@ class Job:
         nodes: str = "1:4",
         elastic: Mapping[str, Any] | None = None,
         supervisor: Mapping[str, Any] | None = None,
+        checkpoint: Mapping[str, Any] | None = None,
         max_steps: int = STEPS,
         pause_s: float = 0.05,
     ) -> None:
@@ -69,7 +71,7 @@ class Job:
                 "rendezvous": rendezvous or f"c10d://{cluster[0].address}:{PORT}",
                 **(elastic or {}),
             },
-            checkpoint={"memory_path": "/dev/shm", "url": str(self.store)},
+            checkpoint={"memory_path": "/dev/shm", "url": str(self.store), **(checkpoint or {})},
             supervisor=dict(supervisor or {}),
             **(_SECTIONS | {"train": _SECTIONS["train"] | {"max_steps": max_steps}}),
         )
@@ -121,6 +123,10 @@ class Job:
     def step(self) -> int:
         """The last step that any node has reported; 0 before the first."""
         return max((line["step"] for line in self.lines()), default=0)
+
+    def durable_steps(self) -> list[int]:
+        """Steps of the snapshots in the store, newest first."""
+        return [snapshot.global_step for snapshot in open_store(self.store).snapshots()]
 
     def wait_steps(self, count: int) -> None:
         """Until so many more are done."""

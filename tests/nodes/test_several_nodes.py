@@ -17,6 +17,7 @@ from elastictrain.drill.nodes.cluster import Cluster
 from tests.nodes.clock import shifted_clock
 from tests.nodes.job import DEADLINE_S, PORT, Job
 from tests.nodes.possible import skip_unless_possible
+from tests.nodes.tasks import HELD_FILE, HOLD_FILE
 from tests.process.etcd_cluster import NEEDS_ETCD
 from tests.process.helpers import ROOT, read_json_lines, wait_until
 
@@ -178,6 +179,43 @@ def test_a_node_that_joins_costs_no_step(cluster: Cluster, tmp_path: Path) -> No
     job.start(second)
     job.wait_world_size(first, 2)
     job.finish(first, second)
+    job.assert_exact(tmp_path)
+
+
+@pytest.mark.soak
+@NEEDS_ETCD
+@pytest.mark.parametrize("place", ["loss", "eval_data"])
+def test_a_node_that_has_joined_keeps_what_it_was_given(cluster: Cluster, tmp_path: Path, place: str) -> None:
+    """The node that it was given by had it in memory alone, since its persister stands still. That node loses its power
+    in the first step that the two do together, or before that."""
+    first, second, _ = cluster
+    (tmp_path / "etcd").mkdir()
+    cluster.etcd(3, tmp_path / "etcd")
+    job = Job(
+        cluster,
+        tmp_path,
+        rendezvous="etcd://" + ",".join(f"{node.address}:2379" for node in cluster),
+        checkpoint={"every_steps": 5},
+    )
+    job.train_on(first)
+    wait_until(job.durable_steps, DEADLINE_S)
+    for process in first.processes():
+        if "elastictrain.checkpoint.persister" in process.cmdline():
+            process.suspend()
+    durable = job.durable_steps()[0]
+    wait_until(lambda: job.step > durable + 10, DEADLINE_S)
+    (job.folder / HOLD_FILE.format(place=place)).touch()
+    job.start(second)
+    held = [0] if place == "loss" else [0, 1]
+    wait_until(lambda: all((job.folder / HELD_FILE.format(rank=rank)).exists() for rank in held), DEADLINE_S)
+    step = job.step
+    assert job.durable_steps()[0] <= durable + 5 < step, "what is to be lost must not be durable"
+    first.kill()
+    job.wait_world_size(second, 1)
+    (kept,) = [line for line in read_json_lines(job.output(second)) if line.get("event") == "snapshot_at_failure"]
+    assert (kept["at_step"], kept["is_ours"]) == (step, True)
+    job.wait_steps(3)
+    job.finish(second)
     job.assert_exact(tmp_path)
 
 
