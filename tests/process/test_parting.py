@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastictrain.checkpoint.faults import POINTS
-from tests.process.helpers import Trained, wait_until
+from elastictrain.checkpoint.format import MANIFEST_FILE
+from elastictrain.heartbeat import heartbeat_paths, read_heartbeat
+from elastictrain.protocol import read_error_reports
+from tests.process.helpers import DEADLINE_S, Trained, start_cli, wait_until
 from tests.process.resume_helpers import KILLED, assert_same_future, go, memory_of, steps_in, store_of
 
 TASK = "tests.process.parting_tasks:Grieved"
@@ -122,6 +126,27 @@ def test_what_was_restored_outlives_the_memory_that_it_was_in(
     run = live(tmp_path, **EVERYTHING)
     assert began_at(run) == 2
     assert_same_future(run, tmp_path, *undisturbed)
+
+
+def test_a_stop_before_the_first_step_keeps_what_was_restored(tmp_path: Path) -> None:
+    """The supervisor has the ranks leave, rather than end at once, where they have something to keep."""
+    run = grieve(tmp_path, "loss", "raise", [1], 3)
+    assert newest_in_memory(tmp_path) == 2, run.output
+    overrides = ["--set", "elastic.nproc_per_node=2", "--set", 'params.grief=["eval_data", "sleep", [0, 1], 1]']
+    run_dir = tmp_path / "state" / "runs" / "0002"
+
+    def both_restored() -> bool:
+        beats = [read_heartbeat(path) for path in heartbeat_paths(run_dir).values()]
+        return [beat.step for beat in beats if beat is not None] == [2, 2]
+
+    with start_cli("run", tmp_path / "job.toml", "--state-dir", tmp_path / "state", *overrides) as process:
+        wait_until(both_restored)
+        for manifest in (tmp_path / "shm").rglob(MANIFEST_FILE):
+            manifest.unlink()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) == 0
+    assert newest_in_memory(tmp_path) == 2
+    assert [report.kept_step for report in read_error_reports(run_dir)].count(2) >= 1
 
 
 def test_rows_that_the_first_forward_pass_has_rescaled(tmp_path: Path) -> None:
