@@ -418,13 +418,17 @@ def agreed_lineage(nodes: Sequence[Node]) -> Lineage:
     return replace(best.lineage, is_asked_for=False, has_begun=begun)
 
 
-def regroup_reason(plan: Plan, nodes: Sequence[Node], bounds: Bounds) -> str:
+def regroup_reason(plan: Plan, nodes: Sequence[Node], me: str, bounds: Bounds) -> str:
     """Why the members should stop at the next step boundary and begin a new worker group; "" if they should not.
+
+    Only the first member calls for others to join. It makes the next plan, by its own bounds: by those of another
+    member, worker groups might end again and again for a node that is never taken.
 
     Args:
         plan: the one that runs.
         nodes: all that live.
-        bounds: how many may take part.
+        me: this node.
+        bounds: how many may take part, as this node sees it.
     """
     by_name = {node.node: node for node in nodes}
     if any(n.standing is Standing.DONE and plan.place_of(n.node) is not None for n in nodes):
@@ -432,6 +436,8 @@ def regroup_reason(plan: Plan, nodes: Sequence[Node], bounds: Bounds) -> str:
     leaving = [n for n in nodes if n.standing is Standing.LEAVING and plan.place_of(n.node) is not None]
     if leaving:
         return f"{_names(leaving)} leaves"
+    if plan.members[0].node != me:
+        return ""
     if len(plan.members) != sum(member.node in by_name for member in plan.members):
         return ""  # one is being lost: first things first
     # As if the members were ready too.

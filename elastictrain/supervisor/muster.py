@@ -424,7 +424,7 @@ class Muster:
                 is_or_are = "is" if len(lost) == 1 else "are"
                 self._order_to_abandon(f"{hosts} {is_or_are} gone" if lost else f"{hosts} do not all reach each other")
         elif self._standing is Standing.RUNNING and not self._is_ordered:
-            reason = regroup_reason(mine, self._seen.living, self._bounds)
+            reason = regroup_reason(mine, self._seen.living, self._me.node, self._bounds)
             if reason:
                 self._is_ordered = True
                 orders.regroup(reason)

@@ -307,30 +307,39 @@ def test_members_that_do_not_reach_each_other_are_parted_and_nobody_else() -> No
 def test_a_node_that_members_do_not_reach_is_not_called_to_join() -> None:
     plan = plan_of(make_node("a"))
     member = make_node("a", Standing.RUNNING, links_port=1, links={"b": False})
-    assert regroup_reason(plan, [member, linked("b", a=False)], BOUNDS) == ""
-    assert "host-b" in regroup_reason(plan, [replace(member, links={"b": True}), linked("b", a=True)], BOUNDS)
+    assert regroup_reason(plan, [member, linked("b", a=False)], "a", BOUNDS) == ""
+    assert "host-b" in regroup_reason(plan, [replace(member, links={"b": True}), linked("b", a=True)], "a", BOUNDS)
 
 
 def test_a_node_that_is_ready_joins_and_one_that_is_not_does_not() -> None:
     members = running("a", "b")
     plan = plan_of(*members)
-    assert regroup_reason(plan, members, BOUNDS) == ""
-    assert regroup_reason(plan, [*members, make_node("c")], BOUNDS) == "host-c joins"
-    assert regroup_reason(plan, [*members, make_node("c"), make_node("d")], BOUNDS) == "host-c, host-d join"
+    assert regroup_reason(plan, members, "a", BOUNDS) == ""
+    assert regroup_reason(plan, [*members, make_node("c")], "a", BOUNDS) == "host-c joins"
+    assert regroup_reason(plan, [*members, make_node("c"), make_node("d")], "a", BOUNDS) == "host-c, host-d join"
     for standing in Standing:
         if standing is not Standing.READY:
-            assert regroup_reason(plan, [*members, make_node("c", standing)], BOUNDS) == ""
-    assert regroup_reason(plan, [*members, make_node("c", must_agree={"torch": "3"})], BOUNDS) == ""
-    assert regroup_reason(plan, [*members, make_node("c")], replace(BOUNDS, max_nodes=2)) == ""
-    assert regroup_reason(plan, [members[0], make_node("c")], BOUNDS) == "", "one is being lost: first things first"
+            assert regroup_reason(plan, [*members, make_node("c", standing)], "a", BOUNDS) == ""
+    assert regroup_reason(plan, [*members, make_node("c", must_agree={"torch": "3"})], "a", BOUNDS) == ""
+    assert regroup_reason(plan, [*members, make_node("c")], "a", replace(BOUNDS, max_nodes=2)) == ""
+    assert regroup_reason(plan, [members[0], make_node("c")], "a", BOUNDS) == "", (
+        "one is being lost: first things first"
+    )
+
+
+def test_only_the_first_member_calls_for_others_and_any_ends_the_group_for_one_that_leaves() -> None:
+    members = running("a", "b")
+    assert regroup_reason(plan_of(*members), [*members, make_node("c")], "b", BOUNDS) == ""
+    leaving = replace(members[0], standing=Standing.LEAVING)
+    assert regroup_reason(plan_of(*members), [leaving, members[1]], "b", BOUNDS) == "host-a leaves"
 
 
 def test_a_node_that_leaves_ends_the_worker_group_unless_the_job_is_done() -> None:
     a, b = running("a", "b")
     leaving = replace(b, standing=Standing.LEAVING)
-    assert regroup_reason(plan_of(a, b), [a, leaving], BOUNDS) == "host-b leaves"
+    assert regroup_reason(plan_of(a, b), [a, leaving], "a", BOUNDS) == "host-b leaves"
     done = replace(b, standing=Standing.DONE)
-    assert regroup_reason(plan_of(a, b), [a, done, make_node("c")], BOUNDS) == ""
+    assert regroup_reason(plan_of(a, b), [a, done, make_node("c")], "a", BOUNDS) == ""
 
 
 def test_who_is_lost() -> None:
@@ -481,12 +490,15 @@ def running_worlds(draw: st.DrawFn) -> tuple[Plan, list[Node], list[Node], Bound
 def test_who_is_called_to_join_is_taken(world: tuple[Plan, list[Node], list[Node], Bounds]) -> None:
     """Else worker groups would end for it again and again."""
     plan, members, others, bounds = world
-    reason = regroup_reason(plan, [*members, *others], bounds)
-    assert regroup_reason(plan, [*members[1:], *others], bounds) == "", "never while one is being lost"
+    first = members[0].node
+    reason = regroup_reason(plan, [*members, *others], first, bounds)
+    assert regroup_reason(plan, [*members[1:], *others], first, bounds) == "", "never while one is being lost"
     ready = [replace(node, standing=Standing.READY) for node in members] + others
     fits = sum(node.num_ranks for node in members) <= (bounds.max_ranks(plan.lineage) or 0)
     if not fits:
         return  # no such plan is ever made
+    for member in members[1:]:
+        assert regroup_reason(plan, [*members, *others], member.node, bounds) == "", "it does not make the next plan"
     [new] = all_decisions(plan, ready, bounds, unheard_s=0.0).values()
     joined = {member.node for member in new.members} - {node.node for node in members}
     assert bool(joined) == bool(reason)
@@ -495,7 +507,7 @@ def test_who_is_called_to_join_is_taken(world: tuple[Plan, list[Node], list[Node
     taken = {member.node for member in new.members}
     after = [replace(n, standing=Standing.RUNNING, number=6) if n.node in taken else n for n in ready]
     assert taken >= {node.node for node in members}
-    assert regroup_reason(new, after, bounds) == "", "and that is that"
+    assert regroup_reason(new, after, first, bounds) == "", "and that is that"
 
 
 # ---- sightings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -27,6 +28,24 @@ def test_nodes_find_each_other_and_one_that_comes_later_joins() -> None:
         world.boot("c")
         await world.train_together("a", "b", "c")
         assert sorted(world.plans) == [1, 2]
+
+    play("abc", it)
+
+
+@pytest.mark.parametrize("most_of_a", [2, 4])
+def test_nodes_need_not_agree_on_how_many_may_take_part(most_of_a: int) -> None:
+    """Whoever makes the plan decides, and nobody ends the worker group for a node that is not taken then."""
+
+    async def it(world: World) -> None:
+        together = "abc"[: min(3, most_of_a)]
+        for name, most in (("a", most_of_a), ("b", 6 - most_of_a), ("c", 6 - most_of_a)):
+            world.bounds = replace(world.bounds, max_nodes=most)
+            world.boot(name)
+        await world.train_together(*together)
+        number = world.last_number
+        await world.more_steps(50)
+        assert world.trains_with() == set(together)
+        assert world.last_number == number, "nobody has ended it"
 
     play("abc", it)
 
