@@ -111,6 +111,9 @@ class Supervisor:
         self._outcome: dict[str, Any] | None = None
         self._error: ElasticTrainError | None = None
         self._restart_reason: str | None = None
+        self._early_regroup = ""
+        self._early_abandon = ""
+        """Why the other nodes have asked for it while the worker group was being laid out; "" if they have not."""
         self._delay_s = 0.0
         self._changed = asyncio.Event()
         self._num_signals = 0
@@ -178,6 +181,12 @@ class Supervisor:
             incarnation.close()
             self._ended_on_request(None)
             return
+        if self._early_abandon:
+            incarnation.close()
+            self._move(Trigger.RESTART_ASKED, self._early_abandon)
+            self._emit("worker_group_abandoned", incarnation=incarnation.number, reason=self._early_abandon)
+            self._emit("restart_planned", delay_s=0.0, reason=self._early_abandon)
+            return
         self._world_size = incarnation.group.world_size
         self._chronicle.incarnation, self._chronicle.attempt = incarnation.number, incarnation.group.attempt
         self._life = Life(
@@ -191,6 +200,8 @@ class Supervisor:
             emit=self._emit,
             spared=self._own_children,
         )
+        if self._early_regroup:
+            self.regroup(self._early_regroup)
         try:
             end = await self._life.run()
         finally:
@@ -203,6 +214,7 @@ class Supervisor:
 
     async def _assemble(self) -> Assignment | None:
         """Waits for the nodes that it takes; None if told to stop meanwhile."""
+        self._early_regroup = self._early_abandon = ""  # what came since its end was meant for the last worker group
         if isinstance(self._team, Alone):
             return await self._team.assemble()
         self._team.stand(Standing.WARMING, "its processes are being started")
@@ -387,7 +399,10 @@ class Supervisor:
     # ---- what the other nodes ask for: `team.Orders`
 
     def regroup(self, reason: str) -> None:
-        if self._life is None or self._state not in lifecycle.RUNNING or self._restart_reason is not None:
+        if self._life is None:
+            self._early_regroup = reason
+            return
+        if self._state not in lifecycle.RUNNING or self._restart_reason is not None:
             return
         self._restart_reason = reason
         self._move(Trigger.RESTART_ASKED, reason)
@@ -395,6 +410,7 @@ class Supervisor:
 
     def abandon(self, reason: str) -> None:
         if self._life is None:
+            self._early_abandon = reason
             return
         if self._state in lifecycle.RUNNING:
             self._restart_reason = reason

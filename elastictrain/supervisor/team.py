@@ -27,7 +27,9 @@ class Assignment:
 
 
 class Orders(Protocol):
-    """What the other nodes may ask of this one; the supervisor carries it out."""
+    """What the other nodes may ask of this one; the supervisor carries it out. A node that takes part in a plan may be
+    asked before its ranks have been started: it remembers that until they can hear of it. What is asked when they have
+    ended already has happened."""
 
     def regroup(self, reason: str) -> None:
         """The ranks finish their step, keep it in memory and end: another worker group follows at once."""

@@ -601,5 +601,45 @@ def test_a_halt_waits_and_a_restart_is_no_failure(tmp_path: Path) -> None:
     assert len(supervisor_restarts(sink)) == 1
 
 
+@pytest.mark.parametrize("order", ["regroup", "abandon"])
+def test_what_other_nodes_ask_for_while_a_worker_group_is_laid_out_is_not_lost(tmp_path: Path, order: str) -> None:
+    """Nobody asks twice. One that is abandoned before it began never begins."""
+    path = write_faulty(
+        tmp_path, params={"pause_s": 0.02}, train={"max_steps": 10**6}, checkpoint={"every_steps": 10**6}
+    )
+    state = StateDir(tmp_path / "state")
+    job = load_job(str(path))
+    sink = Kept()
+    prepared: list[int] = []
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+
+        async def ask() -> None:
+            getattr(supervisor, order)("node c joins")
+
+        def prepare(assignment: Assignment) -> Incarnation:
+            if not prepared:
+                asyncio.run_coroutine_threadsafe(ask(), loop).result()
+            incarnation = state.prepare(job, assignment=assignment)
+            prepared.append(incarnation.number)
+            return incarnation
+
+        supervisor = Supervisor(job.config, prepare, state_dir=state.path, sink=sink)
+        running = asyncio.create_task(supervisor.run())
+        await until(lambda: running.done() or (len(prepared) == 2 and supervisor.state is State.TRAINING))
+        assert supervisor.view(time.monotonic()).incarnation == 2
+        await supervisor.stop("the test is over")
+        assert (await running).error is None
+
+    asyncio.run(scenario())
+    assert prepared == [1, 2], "what was asked for is done once"
+    assert supervisor_restarts(sink) == ["node c joins"]
+    ended = [fields["incarnation"] for kind, fields in sink.events if kind == "incarnation_ended"]
+    assert ended == ([1, 2] if order == "regroup" else [2])
+    abandoned = [fields["incarnation"] for kind, fields in sink.events if kind == "worker_group_abandoned"]
+    assert abandoned == ([] if order == "regroup" else [1])
+
+
 def supervisor_restarts(sink: Kept) -> list[str]:
     return [fields["reason"] for kind, fields in sink.events if kind == "restart_planned"]
