@@ -125,15 +125,47 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
+class End:
+    """The end of the whole job; another end is another value.
+
+    Args:
+        number: of the plan under which it came.
+        num_stops: how often it has been asked for under this plan.
+        is_complete: the last step is done.
+        reason: in words.
+    """
+
+    number: int
+    num_stops: int
+    is_complete: bool
+    reason: str = field(compare=False)
+
+
+def asks_to_stop(job: str, lineage: Lineage, token: str) -> Plan:
+    """What a stop is said with where there is no plan yet. Its number is that of no worker group, and there is nobody
+    to wait for after it.
+
+    Args:
+        job: name of the job.
+        lineage: the run that would begin.
+        token: makes its name unique.
+    """
+    return Plan(0, f"{job}-0-{token}", (), lineage, is_over=True)
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One worker group over all nodes.
 
     Args:
         number: of the incarnation, on every node; never used again.
         attempt: its name in all logs.
-        members: in the order of their ranks; the first one serves the worker group's store.
+        members: in the order of their ranks; the first one serves the worker group's store. None where no worker group
+            has begun yet, and this only says that the job is to stop.
         lineage: the run that all go on with.
         stop_reason: somebody has asked for the end of the whole job, and why.
+        num_stops: how often, since this was made. A job that is started again goes on from the same plan, and may be
+            told to stop before it has another.
         is_complete: the job's last step is done.
         is_over: a member has ended its part, and said so before it left.
         may_be_outdated: the store had lost its data, and this was written again; there may have been a later one.
@@ -147,6 +179,23 @@ class Plan:
     is_complete: bool = False
     is_over: bool = False
     may_be_outdated: bool = False
+    num_stops: int = 0
+
+    def joined(self, known: Plan) -> Plan:
+        """With what another copy of the same plan says has happened: none of it is ever undone."""
+        return replace(
+            self,
+            stop_reason=known.stop_reason if known.num_stops > self.num_stops else self.stop_reason,
+            num_stops=max(self.num_stops, known.num_stops),
+            is_complete=self.is_complete or known.is_complete,
+            is_over=self.is_over or known.is_over,
+        )
+
+    @property
+    def end(self) -> End | None:
+        """The end of the whole job, if it has been asked for, or come."""
+        reason = self.stop_reason or ("the job is complete" if self.is_complete else "")
+        return End(self.number, self.num_stops, self.is_complete, reason) if reason else None
 
     @property
     def world_size(self) -> int:

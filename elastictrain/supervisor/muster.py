@@ -21,10 +21,12 @@ from typing import Any
 
 from elastictrain.core.membership import (
     Bounds,
+    End,
     Lineage,
     Node,
     Plan,
     Standing,
+    asks_to_stop,
     differences,
     lost_members,
     next_plan,
@@ -143,7 +145,8 @@ class Muster:
             clock=clock,
         )
         self._mine: Plan | None = None
-        self._ends_heard: tuple[int, str] | None = None
+        self._has_acted = False
+        self._end_heard: End | None = None
         self._has_looked = False
         self._has_taken_part = False
         self._looked_s = 0.0
@@ -266,9 +269,17 @@ class Muster:
         return keeper in {lost.node for lost in lost_members(plan, self._seen.living, self._me.node)}
 
     async def stop_all(self, reason: str) -> None:
-        await self._plan.change(
-            lambda plan: replace(plan, stop_reason=reason) if not plan.stop_reason else None, FAREWELL_S
-        )
+        asked: Plan | None = None
+
+        def ask(plan: Plan) -> Plan | None:
+            nonlocal asked
+            if asked is not None and plan.attempt == asked.attempt and plan.num_stops >= asked.num_stops:
+                return None  # the answer was lost, or somebody else has asked at the same moment
+            asked = replace(plan, stop_reason=reason, num_stops=plan.num_stops + 1)
+            return asked
+
+        first = asks_to_stop(self._me.job, self._lineage, secrets.token_hex(3))
+        await self._plan.change(ask, FAREWELL_S, if_none=first)
 
     async def close(self) -> None:
         """Says farewell; where the store is this node's own, waits until the others have heard all there is to hear."""
@@ -310,7 +321,7 @@ class Muster:
         plan = self._plan.newest
         return any(
             node.node != self._me.node and node.standing is not Standing.AWAY for node in self._seen.living
-        ) and (plan is not None and bool(_end_of(plan)))
+        ) and (plan is not None and plan.end is not None)
 
     # ---- looking out
 
@@ -397,12 +408,12 @@ class Muster:
             await self._plan.restore()
             return
         plan = self._plan.newest
-        end = (plan.number, _end_of(plan)) if plan is not None and _end_of(plan) else (0, "")
-        if self._ends_heard is None:
-            self._ends_heard = end  # of an earlier start of the job
-        if end[1] and end != self._ends_heard and self._standing is not Standing.DONE:
-            self._ends_heard = end
-            orders.stop_with_all(end[1])
+        end = plan.end if plan is not None else None
+        if not self._has_acted:
+            self._has_acted, self._end_heard = True, end  # of an earlier start of the job
+        if end is not None and end != self._end_heard and self._standing is not Standing.DONE:
+            self._end_heard = end
+            orders.stop_with_all(end.reason)
             return
         mine = self._mine
         if self._standing in _RUNS and mine is not None:
@@ -500,11 +511,6 @@ class Muster:
     @property
     def _store_port(self) -> int:
         return int(self._listener.getsockname()[1]) if self._listener is not None else 0
-
-
-def _end_of(plan: Plan) -> str:
-    """Why the whole job ends; "" if it does not."""
-    return plan.stop_reason or ("the job is complete" if plan.is_complete else "")
 
 
 def _listen(address: str) -> socket.socket:

@@ -87,17 +87,25 @@ class SharedPlan:
         """Writes a plan, unless somebody else has written one since the store was read; returns whether it did."""
         return await self._swap(plan, self._revision)
 
-    async def change(self, change: Callable[[Plan], Plan | None], within_s: float) -> None:
-        """Changes the plan that is there; gives up where there is none, nothing is to be changed, or time is up."""
+    async def change(
+        self, change: Callable[[Plan], Plan | None], within_s: float, *, if_none: Plan | None = None
+    ) -> None:
+        """Changes the plan that is there; gives up where there is none, nothing is to be changed, or time is up.
+
+        Args:
+            change: what it is to be; None if it is already.
+            within_s: how long to try.
+            if_none: is changed where there is no plan.
+        """
         deadline_s = self._clock() + within_s
         while self._clock() < deadline_s:
             try:
-                if await self.change_once(change):
+                if await self.change_once(change, if_none=if_none):
                     return
             except EtcdError:
                 await asyncio.sleep(RETRY_S)
 
-    async def change_once(self, change: Callable[[Plan], Plan | None]) -> bool:
+    async def change_once(self, change: Callable[[Plan], Plan | None], *, if_none: Plan | None = None) -> bool:
         """Returns whether there is nothing (more) to change.
 
         Raises:
@@ -106,6 +114,7 @@ class SharedPlan:
         plan, revision = await self._keys.read_plan()
         if self.newest is not None and (plan is None or plan.number < self.newest.number):
             plan = self.newest  # the store has lost it
+        plan = plan if plan is not None else if_none
         changed = change(plan) if plan is not None else None
         return changed is None or await self._swap(changed, revision)
 

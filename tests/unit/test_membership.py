@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from elastictrain.core.membership import (
     Standing,
     Wait,
     agreed_lineage,
+    asks_to_stop,
     differences,
     is_over,
     line_up,
@@ -352,6 +354,25 @@ def test_who_is_lost() -> None:
         has_ended = standing in (Standing.READY, Standing.WARMING, Standing.AWAY)
         assert bool(lost_members(plan, [a, replace(b, standing=standing)], "a")) == has_ended
         assert not lost_members(plan, [a, replace(b, standing=standing, number=4)], "a"), "it has yet to begin"
+
+
+def test_a_stop_before_the_first_plan_leaves_the_first_plan_as_it_was() -> None:
+    told = replace(asks_to_stop("job", Lineage("run", None), "abc"), stop_reason="enough", num_stops=1)
+    nodes = [make_node("a"), make_node("b", number=3)]
+    for quiet_s, unheard_s in itertools.product((0.0, FOREVER), repeat=2):
+        decided = [decide(p, nodes, "a", quiet_s=quiet_s, unheard_s=unheard_s) for p in (None, told)]
+        assert decided[0] == decided[1]
+
+
+def test_what_has_happened_to_a_plan_is_never_undone() -> None:
+    plan = plan_of(make_node("a"))
+    told = replace(plan, is_over=True, stop_reason="enough", num_stops=1)
+    done = replace(plan, is_complete=True, may_be_outdated=True)
+    assert plan.joined(told) == told.joined(plan) == told
+    assert done.joined(told) == replace(told, is_complete=True, may_be_outdated=True)
+    again = replace(told, stop_reason="enough now", num_stops=2)
+    assert told.joined(again).end == again.joined(told).end == again.end != told.end
+    assert again.joined(told).stop_reason == told.joined(again).stop_reason == "enough now"
 
 
 # ---- by hypothesis

@@ -207,6 +207,48 @@ def test_a_stop_is_heard_by_nodes_that_are_between_two_worker_groups() -> None:
     play("abc", it)
 
 
+def test_a_stop_is_heard_by_nodes_that_were_started_again_after_another_stop() -> None:
+    async def it(world: World) -> None:
+        world.boot("a", "b", "c")
+        await world.train_together("a", "b", "c")
+        await world.nodes["b"].muster.stop_all("enough")
+        await world.until(lambda: all(node.task.done() for node in world.nodes.values()))
+        for name in "abc":
+            world.kill(name)
+        for again in range(2):
+            world.boot("a", "b")
+            await world.until(lambda: all("1 more node" in world.nodes[name].muster.waits_for for name in "ab"))
+            await world.nodes["a"].muster.stop_all(f"enough {again}")
+            await world.until(lambda: all(node.task.done() for node in world.nodes.values()))
+            assert {node.stopped for node in world.nodes.values()} == {f"enough {again}"}
+            for name in "ab":
+                world.kill(name)
+        world.boot("a", "b", "c")
+        await world.train_together("a", "b", "c")
+        assert world.last_number == 2
+
+    play("abc", it, min_nodes=3)
+
+
+def test_a_stop_is_heard_by_nodes_that_have_yet_to_begin() -> None:
+    """And the next start is a first start, with all its waiting for others."""
+
+    async def it(world: World) -> None:
+        for again in range(2):
+            world.boot("a", "b")
+            await world.until(lambda: all("1 more node" in world.nodes[name].muster.waits_for for name in "ab"))
+            await world.nodes["b"].muster.stop_all(f"enough {again}")
+            await world.until(lambda: all(node.task.done() for node in world.nodes.values()))
+            assert {node.stopped for node in world.nodes.values()} == {f"enough {again}"}
+            for name in "ab":
+                world.kill(name)
+        world.boot("a", "b", "c")
+        await world.train_together("a", "b", "c")
+        assert world.last_number == 1
+
+    play("abc", it, min_nodes=3)
+
+
 @pytest.mark.parametrize("seed", range(NUM_SCHEDULES))
 def test_random_schedules(seed: int) -> None:
     """Never two worker groups that make steps (`World` looks at every moment), and all together again in the end."""
