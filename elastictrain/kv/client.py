@@ -128,22 +128,22 @@ class EtcdClient:
         """
         self._call("kv/put", {"key": _b64(key), "value": _b64(value), "lease": str(lease)})
 
-    def put_and_get_prefix(self, key: str, value: bytes, lease: int, prefix: str) -> dict[str, Stored]:
-        """Writes the key, whatever it holds, and reads all keys that begin with a text right after that: one request.
+    def get_prefix_and_put(self, prefix: str, key: str, value: bytes, lease: int) -> dict[str, Stored]:
+        """Reads all keys that begin with a text, and writes a key right after that, whatever it held: one request.
 
         Args:
+            prefix: what the keys begin with that are read.
             key: what is written; it need not begin with `prefix`.
             value: its value from now on.
             lease: with which the key goes; 0: it stays.
-            prefix: what the keys begin with that are read.
 
         Raises:
             EtcdLeaseGoneError: there is no such lease (any more).
             EtcdError: it is unknown whether it was written.
         """
         write = {"key": _b64(key), "value": _b64(value), "lease": str(lease)}
-        answer = self._call("kv/txn", {"success": [{"request_put": write}, {"request_range": _prefix(prefix)}]})
-        return _all(answer["responses"][1]["response_range"])
+        answer = self._call("kv/txn", {"success": [{"request_range": _prefix(prefix)}, {"request_put": write}]})
+        return _all(answer["responses"][0]["response_range"])
 
     def delete(self, key: str) -> bool:
         """Removes the key. False if there was none, or if it was removed by a request whose answer was lost.

@@ -38,6 +38,7 @@ from elastictrain.core.status import NodeView, RankView
 from elastictrain.errors import BusyError, ConfigError
 from elastictrain.kv.client import EtcdClient, EtcdError
 from elastictrain.supervisor.links import Links
+from elastictrain.supervisor.namesake import Namesake
 from elastictrain.supervisor.outlook import Outlook
 from elastictrain.supervisor.shared_keys import Found, Record, SharedKeys
 from elastictrain.supervisor.shared_plan import SharedPlan
@@ -132,6 +133,7 @@ class Muster:
         self._keys = SharedKeys(client, me.job, me.node, lease_ttl_s=lease_ttl_s, clock=clock, executor=executor)
         self._life = secrets.token_hex(8)
         self._turn = 0
+        self._namesake = Namesake(self._life, me.address, node_timeout_s)
         self._standing = Standing.WARMING
         self._reason = "its supervisor has just started"
         self._listener: socket.socket | None = None
@@ -294,7 +296,7 @@ class Muster:
         with contextlib.suppress(asyncio.CancelledError):
             await task
         await self._links.close()
-        if self._away_since_s is None and self._has_looked:
+        if self._away_since_s is None and self._has_looked and not self._namesake.lives:  # else it would be the other's
             with contextlib.suppress(EtcdError):
                 await self._say_it_is_over()
                 await self._keys.delete_record()
@@ -388,9 +390,7 @@ class Muster:
 
     def _take_in(self, found: Found, now_s: float) -> None:
         others = dict(found.records)
-        own = others.pop(self._me.node, None)
-        if own is not None and own.life != self._life:
-            self._waits_for = f"another supervisor writes as node {self._me.node}"
+        self._namesake.look(others.pop(self._me.node, None), now_s)
         self._plan.take_in(found.plan, found.plan_revision, is_own_store=self._store is not None)
         self._seen.take_in(self._about(), others, self._plan.newest, now_s)
         if self._mine is not None:
@@ -461,6 +461,13 @@ class Muster:
                 self._order_to_abandon(f"{why}: nodes that took no part may go on in this one's place")
 
     async def _line_up(self, now_s: float) -> None:
+        assert self._assembled is not None
+        if refusal := self._namesake.refusal(self._about()):
+            self._assembled.set_exception(refusal)
+            return
+        if self._namesake.may_live:
+            self._waits_for = f"waits to see whether another supervisor is node {self._me.node} as well"
+            return
         plan = self._plan.newest
         if plan is not None and plan.number > self._number and (place := plan.place_of(self._me.node)) is not None:
             if plan.members[place].store_port == self._store_port:
@@ -471,7 +478,6 @@ class Muster:
         ruler = reference(plan, self._seen.living)
         about = self._about()
         if ruler is not None and ruler.node != about.node and (found := differences(about, ruler)):
-            assert self._assembled is not None
             self._assembled.set_exception(
                 ConfigError(
                     f"this node cannot take part with {ruler.host}: {'; '.join(found)}",

@@ -109,13 +109,13 @@ class SharedKeys:
         self._lease_renewed_s = float("-inf")
 
     async def exchange(self, record: Record) -> Found:
-        """Writes this node's record, and reads everything.
+        """Reads everything, and writes this node's record: what is found in its place is what was there before.
 
         Raises:
             EtcdError: it is unknown whether it was written.
         """
         value = json.dumps(asdict(record)).encode()
-        found = await self._in_thread(lambda: self._put_and_get(value))
+        found = await self._in_thread(lambda: self._get_and_put(value))
         records: dict[str, Record] = {}
         for key, stored in found.items():
             if key.startswith(f"{self._prefix}node/"):
@@ -164,12 +164,12 @@ class SharedKeys:
         """Gives up what is still under way."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _put_and_get(self, value: bytes) -> dict[str, Stored]:
+    def _get_and_put(self, value: bytes) -> dict[str, Stored]:
         try:
-            return self._client.put_and_get_prefix(self._own_key, value, self._living_lease(), self._prefix)
+            return self._client.get_prefix_and_put(self._prefix, self._own_key, value, self._living_lease())
         except EtcdLeaseGoneError:
             self._lease = None
-            return self._client.put_and_get_prefix(self._own_key, value, self._living_lease(), self._prefix)
+            return self._client.get_prefix_and_put(self._prefix, self._own_key, value, self._living_lease())
 
     def _living_lease(self) -> int:
         now_s = self._clock()

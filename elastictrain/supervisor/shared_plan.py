@@ -71,6 +71,9 @@ class SharedPlan:
             if is_sure and found.may_be_outdated and known is not None and found.number == known.number:
                 self.is_stored = False
                 found = replace(found, may_be_outdated=False)
+            if known is not None and found.attempt == known.attempt and found.joined(known) != found:
+                # A copy that was written again by a node that had not heard of all that happened to the plan.
+                self.is_stored = False
             self._know(found)
             return
         if self.is_stored and has_been_read:
@@ -111,11 +114,16 @@ class SharedPlan:
         Raises:
             EtcdError: the store cannot be reached.
         """
-        plan, revision = await self._keys.read_plan()
-        if self.newest is not None and (plan is None or plan.number < self.newest.number):
-            plan = self.newest  # the store has lost it
-        plan = plan if plan is not None else if_none
+        found, revision = await self._keys.read_plan()
+        if found is not None and (self.newest is None or found.number >= self.newest.number):
+            self._know(found)
+            plan = self.newest
+        else:
+            found = None  # the store has lost it, if there ever was one
+            plan = self.newest if self.newest is not None else if_none
         changed = change(plan) if plan is not None else None
+        if changed is None and found is not None and found != plan:
+            changed = plan  # what was to be said is known here alone
         return changed is None or await self._swap(changed, revision)
 
     async def _swap(self, plan: Plan, revision: int) -> bool:
@@ -126,6 +134,8 @@ class SharedPlan:
         return written is not None
 
     def _know(self, plan: Plan) -> None:
+        if self.newest is not None and self.newest.attempt == plan.attempt:
+            plan = plan.joined(self.newest)
         if plan != self.newest:
             self.newest = plan
             self._remember(plan)

@@ -114,18 +114,22 @@ def test_a_prefix_whose_last_byte_has_no_successor(client: EtcdClient, root: str
     assert client.get_prefix(root + "\udcff") == {root + "\udcff\udcff": client.get(root + "\udcff\udcff")}
 
 
-def test_own_key_is_written_and_all_are_read_in_one_request(client: EtcdClient, root: str) -> None:
+def test_all_are_read_and_own_key_is_written_in_one_request(client: EtcdClient, root: str) -> None:
     lease = client.grant_lease(TTL_S)
     client.put(root + "b", b"other", 0)
-    found = client.put_and_get_prefix(root + "a", b"mine", lease, root)
-    assert {key: stored.value for key, stored in found.items()} == {root + "a": b"mine", root + "b": b"other"}
-    again = client.put_and_get_prefix(root + "a", b"new", lease, root)
-    assert again[root + "a"].value == b"new"
-    assert again[root + "a"].mod_revision > found[root + "a"].mod_revision
+    found = client.get_prefix_and_put(root, root + "a", b"mine", lease)
+    assert {key: stored.value for key, stored in found.items()} == {root + "b": b"other"}
+    again = client.get_prefix_and_put(root, root + "a", b"new", lease)
+    assert again[root + "a"].value == b"mine", "what was there before"
+    assert again[root + "a"].mod_revision > found[root + "b"].mod_revision
     assert again[root + "b"] == found[root + "b"]
+    written = client.get(root + "a")
+    assert written is not None
+    assert written.value == b"new"
+    assert written.mod_revision > again[root + "a"].mod_revision
     client.revoke_lease(lease)
     with pytest.raises(EtcdLeaseGoneError):
-        client.put_and_get_prefix(root + "a", b"late", lease, root)
+        client.get_prefix_and_put(root, root + "a", b"late", lease)
     assert client.get(root + "a") is None
 
 

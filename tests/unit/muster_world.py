@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 from elastictrain.core.membership import Bounds, Lineage, Plan, Standing
 from elastictrain.core.status import RankView
+from elastictrain.errors import ConfigError
 from elastictrain.kv.client import EtcdClient, EtcdLeaseGoneError, EtcdUnavailableError, Stored
 from elastictrain.supervisor.links import ATTEMPT_S, Links
 from elastictrain.supervisor.muster import STOPPING_S, Muster, Self
@@ -148,12 +149,13 @@ class _Client:
     def delete(self, key: str) -> bool:
         return self._store.data.pop(key, None) is not None
 
-    def put_and_get_prefix(self, key: str, value: bytes, lease: int, prefix: str) -> dict[str, Stored]:
+    def get_prefix_and_put(self, prefix: str, key: str, value: bytes, lease: int) -> dict[str, Stored]:
         store = self._store
         if lease not in store.living_leases:
             raise EtcdLeaseGoneError("no such lease", 5)
+        found = {name: stored for name, stored in store.data.items() if name.startswith(prefix)}
         store.write(key, value)
-        return {name: stored for name, stored in store.data.items() if name.startswith(prefix)}
+        return found
 
     def compare_and_swap(self, key: str, value: bytes, mod_revision: int, lease: int) -> tuple[bool, Stored | None]:
         store = self._store
@@ -261,7 +263,7 @@ class Node:
         self.events: list[tuple[str, dict[str, Any]]] = []
         loop = asyncio.get_running_loop()
         self.muster = Muster(
-            Self("job", name, name, name, 1, {"torch": "2"}),
+            Self("job", world.called.get(name, name), name, name, 1, {"torch": "2"}),
             cast("EtcdClient", _Client(world, self)),
             world.bounds,
             node_timeout_s=NODE_TIMEOUT_S,
@@ -302,12 +304,17 @@ class Node:
                 assembling.cancel()
                 await asyncio.wait({assembling})
                 continue
-            await self._live(assembling.result())
+            try:
+                assignment = assembling.result()
+            except ConfigError as error:
+                self.stopped = error.what
+                break
+            await self._live(assignment)
         await self.muster.close()
 
     async def _live(self, assignment: Assignment) -> None:
         assert assignment.plan is not None
-        assert assignment.plan.members[assignment.place].node == self.name
+        assert assignment.plan.members[assignment.place].node == self.world.called.get(self.name, self.name)
         assert assignment.plan.number > self.disk.number, "no node takes part in one number twice"
         self.disk.number, self.disk.has_begun = assignment.plan.number, True
         now_s = self.world.now_s
@@ -374,6 +381,8 @@ class World:
         self.store = Store()
         self.cuts: set[frozenset[str]] = set()
         self.disks: dict[str, Disk] = {name: Disk() for name in names}
+        self.called: dict[str, str] = {}
+        """Nodes that go by the name of another."""
         self.nodes: dict[str, Node] = {}
         self.dead: list[Node] = []
         self.plans: dict[int, str] = {}

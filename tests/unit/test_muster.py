@@ -249,6 +249,49 @@ def test_a_stop_is_heard_by_nodes_that_have_yet_to_begin() -> None:
     play("abc", it, min_nodes=3)
 
 
+def test_a_node_with_the_name_of_one_that_trains_is_refused_and_the_others_hear_nothing_of_it() -> None:
+    async def it(world: World) -> None:
+        world.boot("a", "b")
+        await world.train_together("a", "b")
+        world.called["z"] = "a"
+        world.boot("z")
+        await world.until(world.nodes["z"].task.done)
+        assert world.nodes["z"].stopped == "this node cannot take part as a: another supervisor does, on a at a"
+        await world.more_steps(50)
+        assert world.last_number == 1
+        plan = world.nodes["b"].disk.plan
+        assert plan is not None
+        assert not plan.is_over, "it does not say farewell in the other's name"
+
+    play("abz", it, max_nodes=4)
+
+
+def test_of_two_nodes_with_one_name_that_start_together_one_is_refused() -> None:
+    async def it(world: World) -> None:
+        world.called["z"] = "a"
+        world.boot("a", "z")
+        await world.until(lambda: any(node.task.done() for node in world.nodes.values()))
+        [refused] = [node for node in world.nodes.values() if node.task.done()]
+        assert "this node cannot take part as a: another supervisor does" in refused.stopped
+        [other] = [node for node in world.nodes.values() if node is not refused]
+        await world.until(lambda: other.life is not None)
+        assert world.plans.keys() == {1}
+
+    play("az", it)
+
+
+def test_a_record_that_a_killed_supervisor_has_left_turns_nobody_away() -> None:
+    async def it(world: World) -> None:
+        world.boot("a")
+        await world.train_together("a")
+        for _ in range(5):
+            world.kill("a")
+            world.boot("a")
+            await world.train_together("a", limit_s=10.0)
+
+    play("a", it)
+
+
 @pytest.mark.parametrize("seed", range(NUM_SCHEDULES))
 def test_random_schedules(seed: int) -> None:
     """Never two worker groups that make steps (`World` looks at every moment), and all together again in the end."""
