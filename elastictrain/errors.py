@@ -79,6 +79,12 @@ class UnresponsiveError(NotRunningError):
     """A supervisor is there and does not answer, or may not be asked."""
 
 
+class RendezvousError(ElasticTrainError):
+    """The place where the nodes of a job meet cannot be found from here."""
+
+    exit_code = 75  # EX_TEMPFAIL: the name of a host that comes up is known later
+
+
 class ReplicaMismatchError(ElasticTrainError):
     """Ranks that must hold the same thing do not."""
 
@@ -201,6 +207,7 @@ BY_NAME: dict[str, type[ElasticTrainError]] = {
         BusyError,
         NotRunningError,
         UnresponsiveError,
+        RendezvousError,
         ReplicaMismatchError,
         StateValueError,
         SnapshotError,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,8 @@ from elastictrain.cli.agreement import must_agree, node_name
 from elastictrain.core.membership import Bounds, Lineage, Plan
 from elastictrain.kv.client import EtcdClient
 from elastictrain.protocol import write_atomically
-from elastictrain.supervisor.endpoint import endpoint_of
+from elastictrain.supervisor.arrival import Arrival
+from elastictrain.supervisor.endpoint import Way, endpoint_of
 from elastictrain.supervisor.muster import STOPPING_S, Muster, Self
 from elastictrain.supervisor.shared_keys import decode_plan, encode_plan
 from elastictrain.supervisor.store_process import StoreProcess
@@ -25,7 +27,9 @@ PLAN_FILE = "plan.json"
 """The newest plan that this node has seen: a store may lose its data, and numbers must not be used again."""
 
 
-def make_team(job: LoadedJob, state: StateDir, lineage: Lineage, sink: EventSink) -> Muster:
+def make_team(
+    job: LoadedJob, state: StateDir, lineage: Lineage, sink: EventSink, warn: Callable[[str], None]
+) -> Arrival:
     """This node's place among those of the job.
 
     Args:
@@ -33,6 +37,7 @@ def make_team(job: LoadedJob, state: StateDir, lineage: Lineage, sink: EventSink
         state: of this node.
         lineage: the run that this node would go on with.
         sink: takes events.
+        warn: takes what whoever started this node should see.
 
     Raises:
         ConfigError: the rendezvous cannot be used as it is configured.
@@ -40,40 +45,46 @@ def make_team(job: LoadedJob, state: StateDir, lineage: Lineage, sink: EventSink
 
     def emit(kind: str, /, **fields: Any) -> None:
         sink.append(kind, fields)
+        if kind == "rendezvous_unknown":
+            warn(f"{fields['why']}; waits for it")
 
     config = job.config
     endpoint = endpoint_of(config.elastic)
-    host = socket.gethostname()
-    me = Self(
-        job=config.name,
-        node=node_name(host, state.path),
-        host=host,
-        address=endpoint.my_address(),
-        num_ranks=config.elastic.nproc_per_node,
-        must_agree=must_agree(job),
-    )
-    store = StoreProcess(endpoint.host, endpoint.port, sink) if endpoint.is_here else None
-    return Muster(
-        me,
-        EtcdClient(endpoint.settings),
-        Bounds(
-            min_nodes=config.elastic.min_nodes,
-            max_nodes=config.elastic.max_nodes,
-            last_call_s=config.elastic.last_call_s,
-            micro_batch_size=config.train.micro_batch_size,
-            global_batch_size=config.train.global_batch_size,
-            samples_per_rank=config.train.micro_batch_size * (config.train.accumulation_steps or 1),
-            takeover_s=config.elastic.store_timeout_s + STOPPING_S,
-        ),
-        node_timeout_s=config.elastic.node_timeout_s,
-        store_timeout_s=config.elastic.store_timeout_s,
-        lineage=lineage,
-        last_number=state.last_number,
-        store=store,
-        emit=emit,
-        remembered=_read_plan(state.path / PLAN_FILE),
-        remember=lambda plan: _write_plan(state.path / PLAN_FILE, plan),
-    )
+    agreed = must_agree(job)
+    client = EtcdClient(endpoint.settings)
+
+    def make(way: Way) -> Muster:
+        host = socket.gethostname()
+        return Muster(
+            Self(
+                job=config.name,
+                node=node_name(host, state.path),
+                host=host,
+                address=way.address,
+                num_ranks=config.elastic.nproc_per_node,
+                must_agree=agreed,
+            ),
+            client,
+            Bounds(
+                min_nodes=config.elastic.min_nodes,
+                max_nodes=config.elastic.max_nodes,
+                last_call_s=config.elastic.last_call_s,
+                micro_batch_size=config.train.micro_batch_size,
+                global_batch_size=config.train.global_batch_size,
+                samples_per_rank=config.train.micro_batch_size * (config.train.accumulation_steps or 1),
+                takeover_s=config.elastic.store_timeout_s + STOPPING_S,
+            ),
+            node_timeout_s=config.elastic.node_timeout_s,
+            store_timeout_s=config.elastic.store_timeout_s,
+            lineage=lineage,
+            last_number=state.last_number,
+            store=StoreProcess(endpoint.host, endpoint.port, sink) if way.is_here else None,
+            emit=emit,
+            remembered=_read_plan(state.path / PLAN_FILE),
+            remember=lambda plan: _write_plan(state.path / PLAN_FILE, plan),
+        )
+
+    return Arrival(endpoint, make, patience_s=config.elastic.join_timeout_s, emit=emit)
 
 
 def _read_plan(path: Path) -> Plan | None:

@@ -142,7 +142,7 @@ def run(
         if config.elastic.has_peers:
             from elastictrain.cli.nodes import make_team  # a job on one node need not wait for these imports
 
-            team = make_team(loaded, state, lineage, record)
+            team = make_team(loaded, state, lineage, record, _warn)
         settings = ControlSettings(config.supervisor.control_group, metrics_port=config.supervisor.metrics_port)
         first = state.last_number + (0 if prepared else 1)
         with closing(record), Showing(_view(output, config.name, first)) as showing:

@@ -217,7 +217,8 @@ class ElasticConfig(Section):
     """A collective that takes longer fails. Longer than every limit of [supervisor]: a hang is to be found, and its
     culprit named, before the collectives of the other ranks give up."""
     rendezvous_timeout_s: PositiveFloat | None = None
-    """How long the ranks wait for each other when they meet. Default: one and a half times process_group_timeout_s."""
+    """How long the ranks wait for each other when they meet, and a node for `rendezvous` to name a known host.
+    Default: one and a half times process_group_timeout_s."""
     fast_restart: bool = True
     """Fork agents and ranks from a process that has torch imported, so that a restart takes a fraction of a second.
     Off: every process is started anew."""

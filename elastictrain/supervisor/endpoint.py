@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import psutil
 
 from elastictrain.config.schema import ElasticConfig
-from elastictrain.errors import ConfigError
+from elastictrain.errors import ConfigError, RendezvousError
 from elastictrain.interfaces import interface_of
 from elastictrain.kv.settings import EtcdSettings, Names, parse_settings
 
@@ -19,45 +19,64 @@ _NOWHERE = "192.0.2.1"
 
 
 @dataclass(frozen=True, slots=True)
+class Way:
+    """The way from this host to the store.
+
+    Args:
+        address: this host's, as the other nodes reach it: the one from which the store is reached.
+        is_here: it is this host that should serve the store.
+    """
+
+    address: str
+    is_here: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Endpoint:
     """The store that the nodes share.
 
     Args:
         settings: how its client reaches it.
-        host: of the store, or of etcd's first member.
-        port: likewise.
+        hosts: of the store, or of etcd's members; not empty.
+        port: of the first.
         is_ours: a process of ours serves it, on that host.
     """
 
     settings: EtcdSettings
-    host: str
+    hosts: tuple[str, ...]
     port: int
     is_ours: bool
 
     @property
-    def is_here(self) -> bool:
-        """Whether it is this host that should serve it."""
-        return self.is_ours and any(_is_mine(address) for address in _addresses(self.host))
+    def host(self) -> str:
+        """The first."""
+        return self.hosts[0]
 
-    def my_address(self) -> str:
-        """This host's address, as the other nodes reach it: the one from which the store is reached.
+    def find_way(self) -> Way:
+        """The way to the first host there is one to. May take as long as a look-up of each name.
 
         Raises:
-            ConfigError: the store's host is not known, or there is no way to it.
+            RendezvousError: there is none at present. A name that is not known may be known soon: that of a pod is in
+                the DNS only once the pod runs.
         """
-        found = _addresses(self.host)
-        if not found:
-            raise ConfigError(
-                f"elastic.rendezvous names {self.host}, which is no host that is known here",
-                "Use a name that all nodes know, or an IP address.",
-            )
-        address = _source_of_way_to(found[0], self.port)
-        if address is None:
-            raise ConfigError(f"there is no way from this host to {self.host} ({found[0]})")
-        if _is_loopback(address) and not _is_loopback(self.host) and self.host != "localhost":
-            # Many a distribution has the host's own name lead to a loopback address.
-            address = _source_of_way_to(_NOWHERE, 9) or _first_outside_address() or address
-        return address
+        why: list[str] = []
+        for host in self.hosts:
+            try:
+                addresses = _addresses(host)
+            except OSError as error:
+                why.append(f"{host} is no host that is known here ({error.strerror or error})")
+                continue
+            address = _source_of_way_to(addresses[0], self.port)
+            if address is None:
+                why.append(f"there is no way from this host to {host} ({addresses[0]})")
+                continue
+            if _is_loopback(address) and not _is_loopback(host) and host != "localhost":
+                # Many a distribution has the host's own name lead to a loopback address.
+                address = _source_of_way_to(_NOWHERE, 9) or _first_outside_address() or address
+            return Way(address, self.is_ours and any(_is_mine(each) for each in addresses))
+        raise RendezvousError(
+            f"elastic.rendezvous: {'; '.join(why)}", "Use a name that all nodes know, or an IP address."
+        )
 
 
 def endpoint_of(config: ElasticConfig) -> Endpoint:
@@ -72,16 +91,34 @@ def endpoint_of(config: ElasticConfig) -> Endpoint:
     if scheme == "etcd":
         options |= config.etcd.model_dump(exclude_none=True)
     settings = parse_settings(places, options, names=JOB_FILE)
-    first = settings.endpoints[0].partition("://")[2]
-    host, _, port = first.rpartition(":")
-    return Endpoint(settings, host.strip("[]"), int(port), scheme == "c10d")
+    found = [url.partition("://")[2].rpartition(":") for url in settings.endpoints]
+    hosts = tuple(host.strip("[]") for host, _, _ in found)
+    for host in hosts:
+        if not _can_be_a_host(host):
+            raise ConfigError(
+                f"elastic.rendezvous names {host!r}, which is neither a host's name nor an IP address",
+                "Use a name that all nodes know, or an IP address.",
+            )
+    return Endpoint(settings, hosts, int(found[0][2]), scheme == "c10d")
+
+
+def _can_be_a_host(host: str) -> bool:
+    """Whether it may be known one day. What ends in a number is an address, or nothing (RFC 1123, section 2.1)."""
+    try:
+        if ":" in host:
+            ipaddress.IPv6Address(host)
+        elif host.removesuffix(".").rpartition(".")[2].isdigit():
+            socket.inet_aton(host)
+        else:
+            host.encode("idna")  # as the resolver does: labels that are empty or too long
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _addresses(host: str) -> list[str]:
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return []
+    """Not empty. Raises OSError where the name is not known."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(place[4][0]) for place in sorted(found, key=lambda each: each[0])))
 
 

@@ -296,7 +296,7 @@ class Supervisor:
                 changed = asyncio.create_task(self._wait_for_change(ASSEMBLY_LOOK_S))
                 await asyncio.wait({task, changed}, return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
-                if not task.done():
+                if not task.done() and self._state in lifecycle.RUNNING:
                     look()
             return task.result() if task.done() else None
         finally:
