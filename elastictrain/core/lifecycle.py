@@ -44,6 +44,7 @@ class Trigger(StrEnum):
     RANKS_TRAINED = "ranks trained"
     GROUP_FAILED = "group failed"
     GROUP_COMPLETED = "group completed"
+    """The worker group has done the last step; that of other nodes, where this one had no part in it."""
     GROUP_ENDED = "group ended"
     """Its ranks ended in order, before the last step, or are gone after a request to end."""
     GIVEN_UP = "given up"
@@ -96,11 +97,13 @@ TRANSITIONS: dict[State, dict[Trigger, State]] = {
         Trigger.GROUP_ENDED: State.DRAINED,
     },
     State.DRAINED: {
+        Trigger.GROUP_COMPLETED: State.COMPLETED,
         Trigger.STOP_ASKED: State.STOPPED,
         Trigger.DRAIN_ASKED: State.DRAINED,
         Trigger.RESUME_ASKED: State.STARTING,
     },
     State.HALTED: {
+        Trigger.GROUP_COMPLETED: State.COMPLETED,
         Trigger.STOP_ASKED: State.STOPPED,
         Trigger.DRAIN_ASKED: State.DRAINED,
         Trigger.RESUME_ASKED: State.STARTING,

@@ -194,7 +194,7 @@ class Plan:
     @property
     def end(self) -> End | None:
         """The end of the whole job, if it has been asked for, or come."""
-        reason = self.stop_reason or ("the job is complete" if self.is_complete else "")
+        reason = "the job is complete" if self.is_complete else self.stop_reason
         return End(self.number, self.num_stops, self.is_complete, reason) if reason else None
 
     @property

@@ -413,7 +413,10 @@ class Muster:
             self._has_acted, self._end_heard = True, end  # of an earlier start of the job
         if end is not None and end != self._end_heard and self._standing is not Standing.DONE:
             self._end_heard = end
-            orders.stop_with_all(end.reason)
+            if end.is_complete:
+                orders.complete_with_all()
+            else:
+                orders.stop_with_all(end.reason)
             return
         mine = self._mine
         if self._standing in _RUNS and mine is not None:

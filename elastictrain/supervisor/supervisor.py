@@ -120,6 +120,7 @@ class Supervisor:
         self._furthest: int | None = None
         self._said = Said(config, self._past.data)
         self._snapshot_wanted = False
+        self._is_complete_elsewhere = False
         self._launcher = Launcher(
             state_dir, fork=config.elastic.fast_restart, grace_s=config.supervisor.teardown_timeout_s
         )
@@ -303,6 +304,11 @@ class Supervisor:
             task.cancel()
 
     def _ended_on_request(self, outcome: dict[str, Any] | None) -> None:
+        if self._is_complete_elsewhere:
+            self._error = None
+            self._move(Trigger.GROUP_COMPLETED, "all steps are done, on other nodes")
+            self._emit("completed", reason=self._reason)
+            return
         reason = outcome["reason"] if outcome is not None else f"{self._reason}, before there was anything new to keep"
         self._move(Trigger.GROUP_ENDED, reason)
         self._emit("drained" if self._state is State.DRAINED else "stopped", reason=reason)
@@ -421,6 +427,13 @@ class Supervisor:
     def stop_with_all(self, reason: str) -> None:
         if self._state not in lifecycle.ENDING:
             self._stop(f"{reason}, on all nodes")
+
+    def complete_with_all(self) -> None:
+        self._is_complete_elsewhere = True
+        if self._state in (State.DRAINED, State.HALTED):
+            self._ended_on_request(None)
+        elif self._state not in lifecycle.ENDING:
+            self._stop("the job is complete, on all nodes")
 
     def waits_since_s(self) -> tuple[float, float]:
         return self._life.waits_since_s(time.monotonic()) if self._life is not None else (0.0, 0.0)

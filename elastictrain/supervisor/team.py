@@ -40,6 +40,9 @@ class Orders(Protocol):
     def stop_with_all(self, reason: str) -> None:
         """The whole job is to end."""
 
+    def complete_with_all(self) -> None:
+        """The whole job is done, whatever part this node had in it."""
+
     def waits_since_s(self) -> tuple[float, float]:
         """For how long every rank of this node has stood still where it may wait for another node, in seconds, 0 if one
         moves; and how long they may before they count as hung."""

@@ -259,6 +259,7 @@ class Node:
         self.is_dead = False
         self.is_drained = False
         self.stopped = ""
+        self.completed = False
         self.life: Life | None = None
         self.events: list[tuple[str, dict[str, Any]]] = []
         loop = asyncio.get_running_loop()
@@ -339,6 +340,10 @@ class Node:
     def stop_with_all(self, reason: str) -> None:
         self.stopped = reason
         self.stop_ranks(reason)
+
+    def complete_with_all(self) -> None:
+        self.completed = True
+        self.stop_with_all("the job is complete")
 
     def stop_ranks(self, reason: str) -> None:
         if self.life is not None:

@@ -192,6 +192,20 @@ def test_all_stop_when_one_is_told_to_for_all() -> None:
     play("abc", it)
 
 
+def test_a_node_in_reserve_hears_that_the_job_is_complete_and_not_that_it_was_stopped() -> None:
+    async def it(world: World) -> None:
+        world.boot("a", "b", "c")
+        await world.train_together("a", "b")
+        reserve, keeper = world.nodes["c"], world.nodes["a"].muster
+        await world.until(lambda: "not been asked yet" not in reserve.muster.waits_for)
+        assert await keeper.finish()
+        await world.nodes["b"].muster.stop_all("enough")  # it comes too late
+        await world.until(reserve.task.done)
+        assert reserve.completed
+
+    play("abc", it, max_nodes=2)
+
+
 def test_a_stop_is_heard_by_nodes_that_are_between_two_worker_groups() -> None:
     """None of them may begin another before all have heard."""
 
