@@ -307,7 +307,8 @@ class StopBoard:
     Five 64-bit words in a shared mapping: *asked*, set by whoever was told to stop, a rank or the parent; *after*, one
     more than the global step after which all stop; *hurry*, set by whoever was told a second time: nothing is waited
     for any more; *snapshot*, counted up by the parent when it wants one; *passing*, set by the parent where the next
-    worker group follows at once: the last snapshot need not be durable. Only rank zero writes *after*, before it
+    worker group follows at once, so that the last snapshot need not be durable, and taken back where none does after
+    all. Only rank zero writes *after*, before it
     enters its window's reduction; the others read it once their own reduction is over. A reduction ends on no rank
     before every rank has entered it, so all see the same value at the end of the same step. Ranks on several nodes have
     no memory in common: they vote, see `training.vote`.
@@ -351,6 +352,10 @@ class StopBoard:
     def pass_on(self) -> None:
         """The next worker group follows at once, and finds the state in memory."""
         self._words[4] = 1
+
+    def pass_on_no_more(self) -> None:
+        """No worker group may follow: the state in memory could be lost."""
+        self._words[4] = 0
 
     @property
     def is_passing_on(self) -> bool:

@@ -240,23 +240,26 @@ class Life:
     # ---- stopping
 
     def ask_to_stop(self, *, hurry: bool = False) -> None:
-        """Has the ranks finish their step, keep their state and end.
+        """Has the ranks finish their step, keep their state and end; durably, also where they were to pass it on.
 
         Args:
             hurry: not wait for storage.
         """
         board = self.incarnation.board
+        board.pass_on_no_more()
         if hurry:
             board.ask_to_hurry()
-        if self._stop_asked_s is not None:
-            return
-        board.ask()
-        self._stop_asked_s = time.monotonic()
+        self._ask_to_end()
 
     def pass_on(self) -> None:
         """Has the ranks finish their step, keep their state in memory and end: another worker group follows."""
         self.incarnation.board.pass_on()
-        self.ask_to_stop()
+        self._ask_to_end()
+
+    def _ask_to_end(self) -> None:
+        if self._stop_asked_s is None:
+            self.incarnation.board.ask()
+            self._stop_asked_s = time.monotonic()
 
     def abandon(self) -> None:
         """Has the ranks keep their last committed step and go, though they wait for others: those will not come."""

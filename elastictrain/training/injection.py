@@ -47,13 +47,15 @@ _CONTRIBUTED = frozenset({Phase.REDUCE, Phase.OPTIMIZER})
 _IN_DATASET = frozenset({Action.RAISE_IN_DATASET, Action.DIE_IN_DATASET})
 
 
-def make_session(spec: RunSpec, place: Place, *, seed: int) -> Session:
+def make_session(spec: RunSpec, place: Place, *, seed: int, group_timeout_s: float) -> Session:
     """This rank's session; where its state directory is drilled, one that injects and traces."""
     folder = DrillDir(Path(spec.state_dir))
     armed = folder.armed()
     if armed is None:
-        return Session(place, seed=seed)
-    return DrilledSession(place, folder, armed, incarnation=spec.incarnation, seed=seed)
+        return Session(place, seed=seed, group_timeout_s=group_timeout_s)
+    return DrilledSession(
+        place, folder, armed, incarnation=spec.incarnation, seed=seed, group_timeout_s=group_timeout_s
+    )
 
 
 class DrilledSession(Session):
@@ -65,9 +67,19 @@ class DrilledSession(Session):
         armed: the faults, of all ranks.
         incarnation: of the worker group.
         seed: the run's seed.
+        group_timeout_s: see `Session`.
     """
 
-    def __init__(self, place: Place, folder: DrillDir, armed: list[ArmedFault], *, incarnation: int, seed: int) -> None:
+    def __init__(
+        self,
+        place: Place,
+        folder: DrillDir,
+        armed: list[ArmedFault],
+        *,
+        incarnation: int,
+        seed: int,
+        group_timeout_s: float,
+    ) -> None:
         self._drill = folder
         self._agent_pid = os.getppid()
         self._mine = [fault for fault in armed if fault.rank == place.rank]
@@ -79,7 +91,7 @@ class DrilledSession(Session):
         self._step_began_s: float | None = None
         self._longest_step_s = 0.0
         self._slow_s = 0.0
-        super().__init__(place, seed=seed)
+        super().__init__(place, seed=seed, group_timeout_s=group_timeout_s)
 
     # ---- what happens when
 

@@ -74,6 +74,7 @@ class Session:
         counters: where the run stands; the default is its beginning.
         board: the stop board shared by this node's ranks; default: that of the incarnation, where there is one.
         heartbeat: this rank's record; default: that of the incarnation, where there is one.
+        group_timeout_s: after which a message of the session's own to ranks of other nodes fails.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Session:
         counters: Counters | None = None,
         board: StopBoard | None = None,
         heartbeat: HeartbeatWriter | None = None,
+        group_timeout_s: float = 600.0,
     ) -> None:
         self.place = place
         self.seed = seed
@@ -92,7 +94,8 @@ class Session:
         self.generators = Generators(place.device)
         self._board = board if board is not None else StopBoard.from_environment()
         self._heartbeat = heartbeat if heartbeat is not None else my_heartbeat()
-        self._vote = StopVote(place) if place.world_size > place.local_world_size else None
+        has_peers = place.world_size > place.local_world_size
+        self._vote = StopVote(place, timeout_s=group_timeout_s) if has_peers else None
         self._last_step: int | None = None
         self._is_stopped_elsewhere = False
         self._snapshots_seen = self._board.snapshots_asked
@@ -348,8 +351,9 @@ class Session:
 
     @property
     def passes_on(self) -> bool:
-        """True when the next worker group follows at once: it finds the last snapshot in memory."""
-        return self._board.is_passing_on
+        """True when the next worker group follows at once: it finds the last snapshot in memory. Not where this rank
+        was told to stop itself, as Slurm tells it: then it is not known whether one follows."""
+        return self._board.is_passing_on and not self._stop_requested
 
     @property
     def awaits_orders(self) -> bool:

@@ -7,6 +7,8 @@ all ranks know, in the same step, and whoever finds instead that the others are 
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
@@ -18,9 +20,11 @@ class StopVote:
 
     Args:
         place: this rank's.
+        timeout_s: after which a vote fails that a rank has not cast; that of the other collectives.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, *, timeout_s: float) -> None:
+        self._timeout = timedelta(seconds=timeout_s)
         self._on_device = place.device.type != "cpu"
         self._group: dist.ProcessGroup | None = None
         self._votes = torch.zeros(1, dtype=torch.int32)
@@ -30,7 +34,7 @@ class StopVote:
         """Casts this rank's vote; does not wait for the others'. Collective."""
         if self._on_device and self._group is None:
             # NCCL sums on the device only: to read the result would wait for all that the device has to do.
-            self._group = dist.new_group(backend="gloo")
+            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         self._votes.fill_(int(wants_to_stop))
         self._work = dist.all_reduce(self._votes, group=self._group, async_op=True)
 

@@ -105,7 +105,9 @@ class _Worker:
         place = take_place(device=elastic.device, num_threads=_num_threads(config))
         join = partial(join_group, place, backend=elastic.backend, timeout_s=elastic.process_group_timeout_s)
         with joining(join) as group:
-            self._session = session = make_session(self._spec, place, seed=config.seed)
+            self._session = session = make_session(
+                self._spec, place, seed=config.seed, group_timeout_s=elastic.process_group_timeout_s
+            )
             grace_s = config.supervisor.teardown_timeout_s
             self._termination = Termination(
                 session,

@@ -218,6 +218,14 @@ def test_a_board_of_one_process_needs_no_file(monkeypatch: pytest.MonkeyPatch) -
     assert not StopBoard.from_environment().asked
 
 
+def test_a_state_that_was_to_be_passed_on_may_have_to_be_kept_after_all() -> None:
+    board = StopBoard(None)
+    board.pass_on()
+    assert board.is_passing_on
+    board.pass_on_no_more()
+    assert not board.is_passing_on
+
+
 # ---- lines
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import namedtuple
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from elastictrain.core.seeds import Stream, derive
 from elastictrain.core.window import WindowPlan
 from elastictrain.errors import IllegalTransitionError, TaskError, UsageError
 from elastictrain.protocol import StopBoard
+from elastictrain.training import vote
 from elastictrain.training.data import FetchFailed, SeededReader, batches, to_device
 from elastictrain.training.device import Place
 from elastictrain.training.ema import Ema
@@ -41,6 +43,23 @@ def precision(mode: str, scale: float = 1024.0) -> Precision:
 
 def session(**options: Any) -> Session:
     return Session(Place(), board=StopBoard(None), **options)
+
+
+def test_a_rank_that_was_told_to_stop_itself_does_not_rely_on_a_next_worker_group() -> None:
+    board = StopBoard(None)
+    rank = Session(Place(), board=board)
+    board.pass_on()
+    assert rank.passes_on
+    rank.request_stop("SIGTERM")
+    assert not rank.passes_on
+
+
+def test_a_vote_fails_after_as_long_as_the_other_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(vote.dist, "new_group", lambda **options: asked.append(options))
+    monkeypatch.setattr(vote.dist, "all_reduce", lambda *_, **__: None)
+    vote.StopVote(Place(device=torch.device("cuda")), timeout_s=12.0).begin(False)
+    assert asked == [{"backend": "gloo", "timeout": timedelta(seconds=12)}]
 
 
 # ---- 5: clipping, and the other ends of a step
