@@ -50,7 +50,7 @@ def make_team(
 
     config = job.config
     endpoint = endpoint_of(config.elastic)
-    agreed = must_agree(job)
+    agreed = must_agree(job, state.path)
     client = EtcdClient(endpoint.settings)
 
     def make(way: Way) -> Muster:
