@@ -28,6 +28,7 @@ class Outlook:
         self._timeout_s = timeout_s
         self._sightings = Sightings(gap_s)
         self._others: dict[str, Record] = {}
+        self._said: dict[str, str] = {}
         self._ready: tuple[frozenset[str], float] = (frozenset(), 0.0)
         self.living: list[Node] = []
 
@@ -43,7 +44,9 @@ class Outlook:
         self._others = dict(others)
         seen = {name: f"{record.life}/{record.turn}" for name, record in others.items()}
         if plan is not None:
-            seen = {member.node: "" for member in plan.members} | seen
+            # A record that is gone, its lease being over, is no sign of life.
+            seen = {member.node: self._said.get(member.node, "") for member in plan.members} | seen
+            self._said = {member.node: seen[member.node] for member in plan.members}
             seen[_PLAN_SEEN] = f"{plan.attempt}/{plan.may_be_outdated}"
         self._sightings.look(seen, now_s)
         self.living = [me] + [
