@@ -55,12 +55,14 @@ def parting_s(run: Run, root: Path, snapshotter: Snapshotter | None) -> float:
         run.state,
         Shadow(run.trainee.replica.module, run.task, run.place.device),
         snapshotter._writer._tiers if snapshotter is not None else [tier],
-        snapshotter,
         first_step=-1,
+        is_durable=False,
         origin=Origin("bench", RUN_ID, {}),
         patience_s=5.0,
         log=make_logger(Path(os.devnull).open("w")),  # noqa: SIM115 - lives as long as the process
     )
+    if snapshotter is not None:
+        parting.stand_beside(snapshotter)
     try:
         raise RuntimeError("a failure")
     except RuntimeError:

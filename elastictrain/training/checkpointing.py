@@ -189,6 +189,7 @@ class Checkpointing:
             state,
             shadow,
             self._tiers.written,
+            first_step=self._session.global_step,
             is_durable=restored is None or restored.tier == "durable",
             origin=self._origin,
             patience_s=self._parting_patience_s,

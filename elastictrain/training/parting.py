@@ -55,8 +55,8 @@ class Parting:
         state: what a snapshot holds.
         shadow: what has moved since the last commit, as it was.
         tiers: where it goes; the next one where the one before has no room.
-        is_durable: the step that this life begins with, where the session stands now, is in the durable tier; or it is
-            the begin of the run, which needs no keeping.
+        first_step: the step that this life begins with.
+        is_durable: that step is in the durable tier; or it is the begin of the run, which needs no keeping.
         origin: what every manifest of this run says.
         patience_s: how long to wait for another rank that writes, and for a slot.
         log: for events.
@@ -69,6 +69,7 @@ class Parting:
         shadow: Shadow,
         tiers: Sequence[MemoryTier],
         *,
+        first_step: int,
         is_durable: bool,
         origin: Origin,
         patience_s: float,
@@ -79,7 +80,7 @@ class Parting:
         self._shadow = shadow
         self._tiers = list(tiers)
         self._snapshotter: Snapshotter | None = None
-        self._first_step = session.global_step
+        self._first_step = first_step
         self._is_durable = is_durable
         self._origin = origin
         self._patience_s = patience_s
