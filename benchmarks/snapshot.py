@@ -222,7 +222,14 @@ def restore(run: Run, url: str, disk: Path) -> None:
     def fail(what: str, why: object) -> None:
         sys.exit(f"{what}: {why}")
 
-    restorer = Restorer(run.place, allowed=frozenset(), on_passed_over=fail, on_wait=fail, on_incomplete=fail)
+    restorer = Restorer(
+        run.place,
+        allowed=frozenset(),
+        on_passed_over=fail,
+        on_wait=fail,
+        on_incomplete=fail,
+        progress=lambda _bytes: None,
+    )
     restored = restorer.restore(run.state, Lookup((), open_store(url), RUN_ID, disk / "scratch", 1.0))
     assert restored is not None
 

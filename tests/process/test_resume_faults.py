@@ -360,7 +360,12 @@ def test_a_snapshot_whose_slot_is_let_go_right_after_it_was_busy_is_left_alone(t
             os.close(lock)
 
         restorer = Restorer(
-            Place(), allowed=frozenset(), on_passed_over=let_go, on_wait=lambda *_: None, on_incomplete=lambda *_: None
+            Place(),
+            allowed=frozenset(),
+            on_passed_over=let_go,
+            on_wait=lambda *_: None,
+            on_incomplete=lambda *_: None,
+            progress=lambda _bytes: None,
         )
         reader = restorer._newest_in_memory(Lookup((tier,), None, snapshots[0].run_id, tmp_path, 1.0))
         assert reader is not None
