@@ -125,6 +125,11 @@ class StorageError(ElasticTrainError):
     exit_code = 74  # EX_IOERR
 
 
+class UnreadableFileError(StorageError):
+    """The bytes of one file of a snapshot cannot be read. The store may have failed, which passes, or the file is lost:
+    for whoever has tried long enough this is a damaged snapshot."""
+
+
 class MemoryTierError(ElasticTrainError):
     """The memory tier has no room for a snapshot: its budget, or the file system, is too small."""
 
@@ -215,6 +220,7 @@ BY_NAME: dict[str, type[ElasticTrainError]] = {
         SnapshotVersionError,
         FencedError,
         StorageError,
+        UnreadableFileError,
         MemoryTierError,
         UnsafePathError,
         NoPermissionError,

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar
 
-import xxhash
-
 from elastictrain.checkpoint.format import (
     MANIFEST_FILE,
+    MAX_HEADER_BYTES,
     TRAINER_FILE,
     Damage,
     Layout,
@@ -29,15 +26,25 @@ from elastictrain.checkpoint.format import (
     digest,
     read_layout,
 )
-from elastictrain.checkpoint.memory_snapshot import MemorySnapshot, OpenSnapshot, map_read_only, verify_memory
+from elastictrain.checkpoint.memory_snapshot import MemorySnapshot, OpenSnapshot, verify_memory
 from elastictrain.checkpoint.memory_tier import MemoryTier
-from elastictrain.checkpoint.store import CHUNK_BYTES, Progress, Store, no_progress
-from elastictrain.errors import BusyError, SnapshotDamagedError, SnapshotError, SnapshotVersionError
+from elastictrain.checkpoint.store import Progress, Store, damage_of, no_progress
+from elastictrain.checkpoint.stored_file import MappedFile, ReadableFile, StoredFile, digests
+from elastictrain.errors import (
+    BusyError,
+    SnapshotDamagedError,
+    SnapshotError,
+    SnapshotVersionError,
+    StorageError,
+    UnreadableFileError,
+)
 
 HASH_THREADS = 2
 """A snapshot has two large files, the model and the optimizer's state: they are read and hashed side by side."""
 
 Tier = Literal["memory", "durable"]
+PassedOver = SnapshotError | BusyError | UnreadableFileError
+"""Why a snapshot cannot be used, and an older one may be looked at."""
 T = TypeVar("T")
 
 
@@ -126,42 +133,51 @@ class Candidate:
         assert self.store is not None
         try:
             return self.store.read_file(self.name, MANIFEST_FILE)
+        except UnreadableFileError:
+            return b""  # it is there
         except SnapshotDamagedError:
             return None
 
 
 class SnapshotReader:
-    """A snapshot that has been opened and found sound; its files are mapped, so that it is read once and held once.
+    """A snapshot that has been opened and found sound.
 
-    In the memory tier the slot is locked while this is open. Buffers stay valid after `close` (the mapping lives as
-    long as they do), but a slot may then be written again: copy what you need before.
+    In the memory tier the slot is locked while this is open; it may be written again after `close`: copy what you need
+    before.
     """
 
     def __init__(
-        self, candidate: Candidate, manifest: Manifest, buffers: dict[str, memoryview], on_close: Callable[[], None]
+        self, candidate: Candidate, manifest: Manifest, files: dict[str, ReadableFile], on_close: Callable[[], None]
     ) -> None:
         self.candidate = candidate
         self.manifest = manifest
-        self.trainer: dict[str, Any] = _decode_trainer(bytes(buffers[TRAINER_FILE]), None)
-        """Content of trainer.json."""
-        self._buffers = buffers
+        self._files = files
         self._on_close = on_close
+        self.trainer: dict[str, Any] = _decode_trainer(bytes(self.read(TRAINER_FILE)), None)
+        """Content of trainer.json."""
 
     @property
     def files(self) -> list[str]:
         """Names of its files."""
-        return list(self._buffers)
+        return list(self._files)
 
-    def buffer(self, file: str) -> memoryview:
-        """All bytes of a file, read-only."""
-        return self._buffers[file]
+    def read(self, file: str, begin: int = 0, end: int | None = None) -> memoryview:
+        """Bytes of a file, read-only; all of them by default. Raises as `ReadableFile.read_into`."""
+        return self._files[file].read(begin, self._files[file].size_bytes if end is None else end)
+
+    def read_into(self, file: str, begin: int, target: memoryview) -> None:
+        """Fills `target` with the bytes of a file from `begin` on. Raises as `ReadableFile.read_into`."""
+        self._files[file].read_into(begin, target)
 
     def layout(self, file: str) -> Layout:
         """Where the tensors of a tensor file are. Raises SnapshotDamagedError if it is none."""
-        return read_layout(self._buffers[file])
+        size_bytes = self._files[file].size_bytes
+        head = self.read(file, 0, min(size_bytes, 8))
+        header_bytes = 8 + int.from_bytes(head, "little")
+        return read_layout(self.read(file, 0, min(size_bytes, header_bytes, MAX_HEADER_BYTES)), size_bytes)
 
     def close(self) -> None:
-        self._buffers = {}
+        self._files = {}
         self._on_close()
 
     def __enter__(self) -> SnapshotReader:
@@ -201,7 +217,7 @@ def latest_run(candidates: Iterable[Candidate]) -> str | None:
             continue
         try:
             created = candidate.read_manifest().created
-        except SnapshotError:
+        except (SnapshotError, UnreadableFileError):
             continue
         seen.add(candidate.run_id)
         latest = max(latest or ("", ""), (created, candidate.run_id))
@@ -218,51 +234,91 @@ def open_candidate(
         scratch: folder for what must be downloaded; the caller removes it when done.
         progress: called, in this thread, with the bytes of each piece that was downloaded, and once more when they are
             hashed.
-        attempt: how each file is fetched from the durable tier. It is for each by itself: one that has arrived need not
-            come again when the store fails at the next.
+        attempt: how each file is fetched from the durable tier, and read to be hashed. One that has arrived, or is
+            hashed, need not come again when the store fails at another.
 
     Raises:
         SnapshotDamagedError: names every file that is wrong, and why.
         SnapshotVersionError: the format is newer than this program.
         BusyError: it was overwritten meanwhile.
+        UnreadableFileError: a file cannot be read.
         StorageError: the store failed.
     """
     with contextlib.ExitStack() as stack:
-        map_file: Callable[[str], memoryview]
         if candidate.memory is not None:
             opened = stack.enter_context(OpenSnapshot(candidate.memory.path, candidate.name))
-            manifest, map_file = opened.manifest, opened.map_file
+            manifest = opened.manifest
+
+            def open_file(file: str) -> ReadableFile:
+                return MappedFile(opened.map_file(file))
+
         else:
             store, name = candidate.store, candidate.name
             assert store is not None
             manifest = attempt(lambda: store.read_manifest(name))
 
-            def map_file(file: str) -> memoryview:
-                return _map_path(attempt(lambda: store.fetch(name, file, scratch, progress)))
+            def open_file(file: str) -> ReadableFile:
+                return StoredFile(store.fetch(name, file, scratch, progress))
 
-        buffers: dict[str, memoryview] = {}
-        damages = []
-        for file in manifest.files:
-            try:
-                buffers[file] = map_file(file)
-            except SnapshotDamagedError:
-                damages.append(Damage(file, "is missing"))
-        whole = {file: view for file, view in buffers.items() if len(view) == manifest.files[file].size_bytes}
-        digests = _digests(whole, progress)
-        for file, view in buffers.items():
-            if damage := check_content(file, manifest.files[file], len(view), digests.get(file, "")):
-                damages.append(damage)
-        if damages:
-            raise SnapshotDamagedError("; ".join(map(str, damages)))
-        if TRAINER_FILE not in buffers:
-            raise SnapshotDamagedError(f"{TRAINER_FILE}: is missing")
-        return SnapshotReader(candidate, manifest, buffers, stack.pop_all().close)
+        files = _open_files(manifest, open_file, stack, progress, attempt)
+        return SnapshotReader(candidate, manifest, files, stack.pop_all().close)
+
+
+def _open_files(
+    manifest: Manifest,
+    open_file: Callable[[str], ReadableFile],
+    stack: contextlib.ExitStack,
+    progress: Progress,
+    attempt: Attempt,
+) -> dict[str, ReadableFile]:
+    """Opens all files and compares them to the manifest; `stack` closes them."""
+    files: dict[str, ReadableFile] = {}
+    damages: dict[str, Damage] = {}
+    unchecked = list(manifest.files)
+
+    def open_one(file: str) -> None:
+        try:
+            files[file] = stack.enter_context(contextlib.closing(open_file(file)))
+        except SnapshotDamagedError as error:
+            damages[file] = damage_of(file, error)
+            unchecked.remove(file)
+
+    def check() -> None:
+        """What is read here for the first time can fail as a download can. What has failed is opened anew at the next
+        try, since a server that comes back need not know what was open before."""
+        for file in [file for file in unchecked if file not in files]:
+            open_one(file)
+        whole = {f: files[f] for f in unchecked if files[f].size_bytes == manifest.files[f].size_bytes}
+        hashed = digests(whole, progress, max_threads=HASH_THREADS)
+        failed: StorageError | None = None
+        for file in list(unchecked):
+            found = hashed.get(file, "")
+            if isinstance(found, StorageError):
+                files.pop(file).close()
+                failed = failed or found
+                continue
+            unchecked.remove(file)
+            if isinstance(found, SnapshotDamagedError):
+                damages[file] = damage_of(file, found)
+            elif damage := check_content(file, manifest.files[file], files[file].size_bytes, found):
+                damages[file] = damage
+        if failed is not None:
+            raise failed
+
+    for file in manifest.files:
+        attempt(partial(open_one, file))
+    attempt(check)
+    if TRAINER_FILE not in manifest.files:
+        damages[TRAINER_FILE] = Damage(TRAINER_FILE, "is missing")
+    if damages:
+        raise SnapshotDamagedError("; ".join(map(str, damages.values())))
+    return files
 
 
 def first_sound(
     candidates: Iterable[Candidate],
     opened: Callable[[Candidate], SnapshotReader],
-    on_passed_over: Callable[[Candidate, SnapshotError | BusyError], None],
+    on_passed_over: Callable[[Candidate, PassedOver], None],
     *,
     refuse_newer_format: bool = True,
 ) -> SnapshotReader | None:
@@ -286,39 +342,11 @@ def first_sound(
     for candidate in candidates:
         try:
             return opened(candidate)
-        except (SnapshotError, BusyError) as error:
+        except (SnapshotError, BusyError, UnreadableFileError) as error:
             if refuse_newer_format and isinstance(error, SnapshotVersionError):
                 raise SnapshotVersionError(f"{candidate.where}/{error.what}", error.hint) from error
             on_passed_over(candidate, error)
     return None
-
-
-def _digests(views: Mapping[str, memoryview], progress: Progress) -> dict[str, str]:
-    """The xxh3-128 of each buffer. Where it is a mapped file of a slow disk, this is what reads it: so progress is told
-    of each piece; in this thread, since whoever is told may not be prepared for another."""
-    hashed: SimpleQueue[int | None] = SimpleQueue()
-
-    def hash_view(view: memoryview) -> str:
-        hasher = xxhash.xxh3_128()
-        try:
-            for begin in range(0, len(view), CHUNK_BYTES):
-                piece = view[begin : begin + CHUNK_BYTES]
-                hasher.update(piece)
-                hashed.put(len(piece))
-            return hasher.hexdigest()
-        finally:
-            hashed.put(None)
-
-    with ThreadPoolExecutor(max_workers=HASH_THREADS, thread_name_prefix="hash") as executor:
-        hashing = {file: executor.submit(hash_view, view) for file, view in views.items()}
-        for _ in hashing:
-            while (num_bytes := hashed.get()) is not None:
-                progress(num_bytes)
-        return {file: done.result() for file, done in hashing.items()}
-
-
-def _map_path(path: Path) -> memoryview:
-    return map_read_only(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
 
 
 def _decode_trainer(data: bytes, damage: Damage | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from elastictrain.checkpoint.catalog import SnapshotReader
 from elastictrain.checkpoint.format import EMA_FILE, MODEL_FILE, TensorSpec, layout
+from elastictrain.checkpoint.store import CHUNK_BYTES
 from elastictrain.errors import MissingInputError, SnapshotDamagedError
 
 
@@ -51,7 +52,8 @@ def export_model(reader: SnapshotReader, target: Path, *, use_ema: bool = False)
             for name in out.offsets:
                 file, inner = sources[name]
                 begin, end = layouts[file].offsets[inner]
-                stream.write(reader.buffer(file)[begin:end])
+                for at in range(begin, end, CHUNK_BYTES):
+                    stream.write(reader.read(file, at, min(at + CHUNK_BYTES, end)))
             stream.flush()
             os.fsync(stream.fileno())
             os.fchmod(stream.fileno(), 0o644)

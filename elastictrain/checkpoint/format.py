@@ -148,18 +148,24 @@ def layout(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None =
     )
 
 
-def read_layout(buffer: Any) -> Layout:
-    """The layout of a tensor file, from its bytes (all of them, or as a mapping).
+def read_layout(buffer: Any, size_bytes: int | None = None) -> Layout:
+    """The layout of a tensor file.
+
+    Args:
+        buffer: its bytes, or as many of the first as its header takes.
+        size_bytes: of the whole file, where `buffer` is not all of it.
 
     Raises:
         SnapshotDamagedError: this is not a safetensors file, or not all of one.
     """
     view = memoryview(buffer).cast("B")
+    if size_bytes is None:
+        size_bytes = len(view)
     if len(view) < 8:
-        raise SnapshotDamagedError(f"too short for a tensor file: {len(view)} bytes")
+        raise SnapshotDamagedError(f"too short for a tensor file: {size_bytes} bytes")
     length = 8 + int.from_bytes(view[:8], "little")
     if length > min(len(view), MAX_HEADER_BYTES):
-        raise SnapshotDamagedError(f"its header would have {length} bytes, the file has {len(view)}")
+        raise SnapshotDamagedError(f"its header would have {length} bytes, the file has {size_bytes}")
     try:
         decoded = json.loads(bytes(view[8:length]))
         metadata = decoded.pop("__metadata__", {})
@@ -174,8 +180,8 @@ def read_layout(buffer: Any) -> Layout:
             position = end
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise SnapshotDamagedError(f"its header is not that of a tensor file: {error!r}") from error
-    if position != len(view):
-        raise SnapshotDamagedError(f"it has {len(view)} bytes; its header speaks of {position}")
+    if position != size_bytes:
+        raise SnapshotDamagedError(f"it has {size_bytes} bytes; its header speaks of {position}")
     return Layout(bytes(view[:length]), specs, offsets, position, metadata)
 
 

@@ -17,7 +17,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from elastictrain.checkpoint import faults
 from elastictrain.checkpoint.fence import FENCES_DIR, Fence
@@ -26,6 +26,7 @@ from elastictrain.checkpoint.format import MANIFEST_FILE, FileEntry, check_conte
 from elastictrain.checkpoint.store import (
     MARK,
     PINS_DIR,
+    ExplainedStream,
     Progress,
     Source,
     Store,
@@ -33,6 +34,7 @@ from elastictrain.checkpoint.store import (
     newest_first,
     no_progress,
 )
+from elastictrain.checkpoint.stored_file import explained
 from elastictrain.errors import SnapshotDamagedError, StorageError
 from elastictrain.procs import Identity
 from elastictrain.protocol import write_atomically
@@ -62,7 +64,7 @@ class LocalStore(Store):
             return []
         except OSError as error:
             raise _failed(self.path, error) from error
-        return [(s, (self.path / s.name / MANIFEST_FILE).is_file()) for s in newest_first(entries)]
+        return [(s, _is_file(self.path / s.name / MANIFEST_FILE)) for s in newest_first(entries)]
 
     def put(self, source: Source, progress: Progress = no_progress) -> None:
         manifest = source.manifest
@@ -108,26 +110,20 @@ class LocalStore(Store):
             shutil.rmtree(aside, ignore_errors=True)
 
     def read_file(self, name: str, file: str) -> bytes:
-        try:
-            return (self.path / name / file).read_bytes()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise SnapshotDamagedError(f"{file}: is missing") from error
-        except OSError as error:
-            raise _failed(self.path / name / file, error) from error
+        path = self.path / name / file
+        with explained(path):
+            return path.read_bytes()
 
     def fetch(self, name: str, file: str, scratch: Path, progress: Progress = no_progress) -> Path:
         path = self.path / name / file
-        if not path.is_file():
+        if not _is_file(path):
             raise SnapshotDamagedError(f"{file}: is missing")
         return path
 
     def open(self, name: str, file: str) -> BinaryIO:
-        try:
-            return (self.path / name / file).open("rb")
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise SnapshotDamagedError(f"{file}: is missing") from error
-        except OSError as error:
-            raise _failed(self.path / name / file, error) from error
+        path = self.path / name / file
+        with explained(path):
+            return cast("BinaryIO", ExplainedStream(path.open("rb"), lambda: explained(path)))
 
     def delete(self, name: str) -> None:
         folder = self.path / name
@@ -145,9 +141,9 @@ class LocalStore(Store):
             raise _failed(folder, error) from error
 
     def leftovers(self) -> list[str]:
-        if not self.path.is_dir():
-            return []
         try:
+            if not self.path.is_dir():
+                return []
             return sorted(path.name for path in self.path.iterdir() if path.is_dir() and _is_leftover(path))
         except OSError as error:
             raise _failed(self.path, error) from error
@@ -271,6 +267,15 @@ def _copy(source: memoryview, target: Path, name: str, entry: FileEntry, progres
     found_digest = copy_durably(source, target, progress)
     if damage := check_content(name, entry, len(source), found_digest):
         raise SnapshotDamagedError(str(damage))
+
+
+def _is_file(path: Path) -> bool:
+    """Whether there is such a file. Raises StorageError where that cannot be known: a folder that may not be entered,
+    a server that does not answer."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise _failed(path, error) from error
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -23,6 +23,7 @@ from elastictrain.checkpoint.store import (
     CHUNK_BYTES,
     MARK,
     PINS_DIR,
+    ExplainedStream,
     Progress,
     Source,
     Store,
@@ -152,7 +153,7 @@ class ObjectStore(Store):
     def open(self, name: str, file: str) -> BinaryIO:
         with self._reading(name, file):
             stream = self._fs.open(self._path(name, file), "rb", block_size=CHUNK_BYTES, cache_type="readahead")
-            return cast("BinaryIO", _ExplainingStream(stream, self, f"{name}/{file}"))
+            return cast("BinaryIO", ExplainedStream(stream, lambda: self._explained(f"reading {name}/{file}")))
 
     def delete(self, name: str) -> None:
         with self._explained(f"deleting {name}"):
@@ -249,28 +250,6 @@ class ObjectStore(Store):
         except Exception as error:  # noqa: BLE001 - each client has its own errors
             text = self._redact(f"{type(error).__name__}: {error}")
             raise StorageError(f"{self.where}: {doing}: {text}") from None
-
-
-class _ExplainingStream:
-    """A stream whose errors are explained as the store's are."""
-
-    def __init__(self, stream: Any, store: ObjectStore, what: str) -> None:
-        self._stream = stream
-        self._store = store
-        self._what = what
-
-    def read(self, size: int = -1) -> bytes:
-        with self._store._explained(f"reading {self._what}"):
-            return cast("bytes", self._stream.read(size))
-
-    def close(self) -> None:
-        self._stream.close()
-
-    def __enter__(self) -> _ExplainingStream:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def _abandon(stream: Any) -> None:

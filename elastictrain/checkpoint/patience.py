@@ -59,7 +59,7 @@ def patiently(act: Callable[[], T], *, patience_s: float, on_wait: OnWait) -> T:
     try:
         return retrying(act)
     except StorageError as error:
-        raise StorageError(
+        raise type(error)(
             f"{error.what} (tried for {patience_s:g} s)",
             error.hint or "Start again once the store is back; checkpoint.storage_timeout_s is how long it is tried.",
         ) from error

@@ -31,7 +31,15 @@ from elastictrain.checkpoint.format import (
     snapshot_name,
 )
 from elastictrain.checkpoint.secrets import redact_url
-from elastictrain.errors import ConfigError, FencedError, MissingInputError, SnapshotDamagedError, SnapshotError
+from elastictrain.errors import (
+    ConfigError,
+    ElasticTrainError,
+    FencedError,
+    MissingInputError,
+    SnapshotDamagedError,
+    SnapshotError,
+    UnreadableFileError,
+)
 
 CHUNK_BYTES: Final = 8 << 20
 """Files are moved in pieces of this size: what a transfer takes of memory."""
@@ -132,12 +140,13 @@ class Store(ABC):
 
         Raises:
             SnapshotDamagedError: it is missing.
+            UnreadableFileError: its bytes cannot be read.
             StorageError: the store failed.
         """
 
     @abstractmethod
     def open(self, name: str, file: str) -> BinaryIO:
-        """Opens a file for reading. Raises as `fetch` does."""
+        """Opens a file for reading. Raises as `fetch` does, and so does reading."""
 
     @abstractmethod
     def delete(self, name: str) -> None:
@@ -231,19 +240,19 @@ class Store(ABC):
         """Reads all of a snapshot and compares it to its manifest; empty if it is sound.
 
         Raises:
-            StorageError: the store failed, so nothing is known.
+            StorageError: the store failed, so nothing is known. (What cannot be read of a file is damage.)
         """
         try:
             manifest = self.read_manifest(name)
-        except SnapshotError as error:
-            return [Damage(MANIFEST_FILE, error.what.removeprefix(f"{MANIFEST_FILE}: "))]
+        except (SnapshotError, UnreadableFileError) as error:
+            return [damage_of(MANIFEST_FILE, error)]
         damages = []
         for file, entry in manifest.files.items():
             try:
                 with self.open(name, file) as stream:
                     damage = check_content(file, entry, *hash_stream(stream, progress))
-            except SnapshotDamagedError:
-                damage = Damage(file, "is missing")
+            except (SnapshotDamagedError, UnreadableFileError) as error:
+                damage = damage_of(file, error)
             if damage is not None:
                 damages.append(damage)
         return damages
@@ -254,7 +263,7 @@ class Store(ABC):
             return self.read_manifest(manifest.name).files == manifest.files and not self.verify(
                 manifest.name, progress
             )
-        except SnapshotDamagedError:
+        except (SnapshotDamagedError, UnreadableFileError):
             return False
 
     def clean_leftovers(self) -> list[str]:
@@ -343,6 +352,39 @@ def newest_first(names: Iterable[str]) -> list[StoredSnapshot]:
     """Snapshots from folder names; other names are passed over."""
     found = [StoredSnapshot(name, *parsed) for name in names if (parsed := parse_name(name)) is not None]
     return sorted(found, key=lambda s: (s.global_step, s.run_id), reverse=True)
+
+
+def damage_of(file: str, error: ElasticTrainError) -> Damage:
+    """What is wrong with a file, from the error that reading it has raised."""
+    if isinstance(error, UnreadableFileError):
+        return Damage(file, f"cannot be read: {error.what.rpartition(': ')[2]}")
+    return Damage(file, error.what.removeprefix(f"{file}: "))
+
+
+class ExplainedStream:
+    """A stream whose errors become ours.
+
+    Args:
+        stream: what is read.
+        explained: makes a context manager that turns its errors into ours.
+    """
+
+    def __init__(self, stream: BinaryIO, explained: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._stream = stream
+        self._explained = explained
+
+    def read(self, size: int = -1) -> bytes:
+        with self._explained():
+            return self._stream.read(size)
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def __enter__(self) -> ExplainedStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 def hash_stream(stream: BinaryIO, progress: Progress = no_progress) -> tuple[int, str]:

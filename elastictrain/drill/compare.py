@@ -73,10 +73,10 @@ def read_state(candidate: Candidate) -> FinalState:
         tensors = {}
         for file in sorted(reader.files):
             if file != TRAINER_FILE:
-                layout, buffer = reader.layout(file), reader.buffer(file)
+                layout = reader.layout(file)
                 for name, (begin, end) in layout.offsets.items():
                     # Not the bytes alone: a tensor of another shape or type is another tensor.
-                    tensors[file, name] = f"{layout.specs[name]} {digest(buffer[begin:end])}"
+                    tensors[file, name] = f"{layout.specs[name]} {digest(reader.read(file, begin, end))}"
         manifest, trainer = reader.manifest, reader.trainer
         return FinalState(
             candidate.global_step,

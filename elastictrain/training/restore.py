@@ -18,11 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from elastictrain.checkpoint.catalog import Candidate, SnapshotReader, first_sound, newest_first, open_candidate
+from elastictrain.checkpoint.catalog import (
+    Candidate,
+    PassedOver,
+    SnapshotReader,
+    first_sound,
+    newest_first,
+    open_candidate,
+)
 from elastictrain.checkpoint.durable_note import DurableNote
 from elastictrain.checkpoint.format import MANIFEST_FILE, Manifest, TensorSpec
 from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
@@ -288,7 +294,7 @@ class Restorer:
                     self._num_damaged += 1
                     self._on_passed_over(str(path), str(damage))
 
-    def _passed_over(self, candidate: Candidate, error: SnapshotError | BusyError) -> None:
+    def _passed_over(self, candidate: Candidate, error: PassedOver) -> None:
         if isinstance(error, BusyError):  # its writer's, not ours to discard
             self._num_busy += 1
         else:
@@ -322,7 +328,7 @@ class Restorer:
             for name, target in named.items():
                 if reader is not None:
                     begin, _ = layouts[file].offsets[name]
-                    _read_into(target, reader.buffer(file), begin, wanted[file][name])
+                    _read_into(target, reader, file, begin, wanted[file][name])
                 broadcast_tensor(target, holder, place)
                 self._progress(wanted[file][name].size_bytes)
         changed = tuple(state.hyperparameter_differences(trainer))
@@ -373,13 +379,14 @@ def _step_of(reader: SnapshotReader | None) -> int:
 
 
 @torch.no_grad()
-def _read_into(target: Tensor, buffer: memoryview, begin: int, spec: TensorSpec) -> None:
-    """Copies a tensor out of a mapped file, bit for bit."""
+def _read_into(target: Tensor, reader: SnapshotReader, file: str, begin: int, spec: TensorSpec) -> None:
+    """Reads a tensor from its file, bit for bit."""
     if spec.size_bytes == 0:
         return
     is_direct = target.device.type == "cpu" and target.is_contiguous()
     staged = target if is_direct else torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
-    address = np.frombuffer(buffer, dtype=np.uint8).ctypes.data
-    ctypes.memmove(staged.data_ptr(), address + begin, spec.size_bytes)
+    # By address: numpy has no view of bfloat16 and the like.
+    memory = (ctypes.c_ubyte * spec.size_bytes).from_address(staged.data_ptr())
+    reader.read_into(file, begin, memoryview(memory).cast("B"))
     if not is_direct:
         target.copy_(staged)

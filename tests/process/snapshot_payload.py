@@ -76,7 +76,7 @@ def assert_holds(reader: SnapshotReader, size: int = 1000) -> None:
         assert found.specs.keys() == named.keys()
         for name, array in named.items():
             begin, end = found.offsets[name]
-            assert bytes(reader.buffer(file)[begin:end]) == array.tobytes(), (step, file, name)
+            assert bytes(reader.read(file, begin, end)) == array.tobytes(), (step, file, name)
 
 
 def tier_of(folder: Path) -> MemoryTier:

@@ -121,8 +121,8 @@ class Rig:
         """Tensors of the newest snapshot, by file and name."""
         self.snapshotter.wait_committed()
         with open_candidate(newest_first(self.tier, None)[0], self.folder) as reader:
-            found = {f: load(bytes(reader.buffer(f))) for f in reader.files if f.endswith(".safetensors")}
-            found["trainer"] = SimpleNamespace(**json.loads(bytes(reader.buffer("trainer.json"))))  # type: ignore[assignment]
+            found = {f: load(bytes(reader.read(f))) for f in reader.files if f.endswith(".safetensors")}
+            found["trainer"] = SimpleNamespace(**json.loads(bytes(reader.read("trainer.json"))))  # type: ignore[assignment]
             return found
 
 

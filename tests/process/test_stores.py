@@ -23,6 +23,7 @@ from elastictrain.checkpoint.local_store import LocalStore
 from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
 from elastictrain.checkpoint.patience import patiently
 from elastictrain.checkpoint.store import CHUNK_BYTES, open_store
+from elastictrain.checkpoint.stored_file import BLOCK_BYTES
 from elastictrain.cli.state_dir import StartOptions, StateDir
 from elastictrain.config.schema import JobConfig
 from elastictrain.errors import ConfigError, FencedError, MissingInputError, SnapshotDamagedError, StorageError
@@ -411,9 +412,11 @@ def test_progress_is_told_piece_by_piece(store, tier, tmp_path):
         told.clear()
         with open_candidate(candidate, tmp_path, progress) as reader:
             assert_holds(reader, size)
-        num_times = 2 if candidate.store is not None and candidate.store.is_downloaded else 1
+        is_stored, is_downloaded = candidate.store is not None, store.is_downloaded and candidate.store is not None
+        num_times = 2 if is_downloaded else 1
         assert sum(num_bytes for num_bytes, _ in told) == num_times * size_bytes
-        assert max(num_bytes for num_bytes, _ in told) == CHUNK_BYTES
+        piece_bytes = BLOCK_BYTES if is_stored and not is_downloaded else CHUNK_BYTES
+        assert max(num_bytes for num_bytes, _ in told) == piece_bytes
         assert {thread for _, thread in told} == {threading.current_thread()}
 
 

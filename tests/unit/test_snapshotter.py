@@ -99,7 +99,7 @@ def _stored(tier: MemoryTier, scratch: Path) -> dict[str, bytes]:
         for file in reader.files:
             if file.endswith(".safetensors"):
                 for name, (begin, end) in reader.layout(file).offsets.items():
-                    values[f"{file}:{name}"] = np.frombuffer(reader.buffer(file)[begin:end], np.uint8).tobytes()
+                    values[f"{file}:{name}"] = np.frombuffer(reader.read(file, begin, end), np.uint8).tobytes()
         return values
 
 

@@ -1,0 +1,234 @@
+"""A durable folder that cannot be read: real refusals of the kernel, each told with file and reason."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from elastictrain.checkpoint.catalog import first_sound, newest_first, open_candidate
+from elastictrain.checkpoint.format import snapshot_name
+from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
+from elastictrain.checkpoint.memory_tier import MemoryTier
+from elastictrain.checkpoint.patience import patiently
+from elastictrain.checkpoint.store import Store, open_store
+from elastictrain.checkpoint.stored_file import BLOCK_BYTES, StoredFile
+from elastictrain.cli import main as command_line
+from elastictrain.errors import SnapshotDamagedError, StorageError, UnreadableFileError
+from tests.process.conftest import DeadDisk
+from tests.process.snapshot_payload import RUN_ID, assert_holds, store_of, tier_of, write
+
+NOBODY = 65534
+DEADLINE_S = 60.0
+LOST_SIZE = 3 << 20
+"""Of the arrays of a snapshot that is lost in part: its files have more than one piece."""
+BROKEN_FILE = Path("/proc/self/mem")
+"""Nothing is mapped at address zero, where a read begins: the kernel says EIO."""
+
+
+@contextmanager
+def without_privileges() -> Iterator[None]:
+    """As a user whom permissions hold."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[MemoryTier]:
+    (tmp_path / "shm").mkdir()
+    made = tier_of(tmp_path)
+    yield made
+    made.close()
+
+
+def put(store, tier, step: int, size: int = 1000) -> str:
+    snapshot = write(tier, step, size)
+    with OpenSnapshot(snapshot.path, snapshot.name) as source:
+        store.put(source)
+    return snapshot.name
+
+
+@pytest.fixture
+def locked(tier) -> Iterator[Path]:
+    """A store that everybody may read, but for the folder of its newest snapshot."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        store = open_store(Path(folder) / "snapshots")
+        put(store, tier, 1)
+        name = put(store, tier, 2)
+        (store.path / name).chmod(0)
+        yield store.path
+        (store.path / name).chmod(0o700)
+
+
+def test_a_folder_that_may_not_be_entered_is_named(locked):
+    store, path = open_store(locked), locked / snapshot_name(2, RUN_ID)
+    calls = {
+        "snapshots": store.snapshots,
+        "leftovers": store.leftovers,
+        "verify": lambda: store.verify(path.name),
+        "fetch": lambda: store.fetch(path.name, "model.safetensors", locked),
+        "open": lambda: store.open(path.name, "model.safetensors"),
+        "marks": lambda: store._marks(path.name),
+        "StoredFile": lambda: StoredFile(path / "model.safetensors"),
+    }
+    for name, call in calls.items():
+        with without_privileges(), pytest.raises(StorageError, match="Permission denied") as raised:
+            call()
+        assert str(path if name != "leftovers" else locked) in raised.value.what, name
+
+
+@pytest.mark.parametrize("command", ["list", "verify", "show"])
+def test_the_commands_name_it_without_a_traceback(locked, command, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["elastictrain", "checkpoints", command, "--url", str(locked)])
+    with without_privileges(), pytest.raises(SystemExit) as ended:
+        command_line.main()
+    assert ended.value.code == StorageError.exit_code
+    said = capsys.readouterr().err.replace("\n", "")
+    assert f"{locked}/{snapshot_name(2, RUN_ID)}/manifest.json: Permission denied" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "model.safetensors"])
+def test_a_file_that_cannot_be_read_is_damage(tier, tmp_path, file):
+    store = store_of(tmp_path)
+    name = put(store, tier, 1)
+    path = store.path / name / file
+    path.unlink()
+    path.symlink_to(BROKEN_FILE)
+    assert list(map(str, store.verify(name))) == [f"{file}: cannot be read: Input/output error"]
+    path.unlink()
+    path.mkdir()
+    assert list(map(str, store.verify(name))) == [f"{file}: is a folder"]
+
+
+def test_a_broken_file_is_tried_again_and_then_passed_over(tier, tmp_path):
+    store = store_of(tmp_path)
+    put(store, tier, 1)
+    name = put(store, tier, 2)
+    path = store.path / name / "manifest.json"
+    path.unlink()
+    path.symlink_to(BROKEN_FILE)
+    waits, passed_over = [], []
+    attempt = partial(patiently, patience_s=0.1, on_wait=lambda what, _pause_s: waits.append(what))
+    opened = partial(open_candidate, scratch=tmp_path, attempt=attempt)
+    with first_sound(newest_first(None, store), opened, lambda c, e: passed_over.append((c.name, e.what))) as reader:
+        assert reader.manifest.global_step == 1
+        assert_holds(reader)
+    assert waits[0] == f"{path}: Input/output error"
+    assert passed_over == [(name, f"{path}: Input/output error (tried for 0.1 s)")]
+
+
+@pytest.fixture
+def lossy_disk(tier, tmp_path, mortal_disk: DeadDisk) -> LossyDisk:
+    """A disk that has lost the large files of its newest snapshot, of two."""
+    store = open_store(mortal_disk.path)
+    put(store, tier, 1)
+    name = put(store, tier, 2, LOST_SIZE)
+    files = [store.path / name / file for file in ("model.safetensors", "optimizer.safetensors")]
+    # Nothing is written any more: that would make the image long again, with zeros where the files were.
+    subprocess.run(["mount", "-o", "remount,ro", mortal_disk.path], check=True)
+    image = tmp_path / "disk.img"
+    begin = (min(map(first_block, files)) + 1) * os.statvfs(store.path).f_bsize
+    with image.open("rb") as file:
+        file.seek(begin)
+        lost = file.read()
+    os.truncate(image, begin)
+    for path in files:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return LossyDisk(store, files, image, lost)
+
+
+@dataclass
+class LossyDisk:
+    """The image below a file system, cut short: what lay there is EIO, for real."""
+
+    store: Store
+    files: list[Path]
+    image: Path
+    lost: bytes
+
+    def give_back(self) -> None:
+        """What was lost."""
+        with self.image.open("ab") as file:
+            file.write(self.lost)
+
+
+def test_what_a_disk_has_lost_is_an_error_that_names_the_file(lossy_disk, tmp_path):
+    newest, before = newest_first(None, lossy_disk.store)
+    assert {str(damage) for damage in newest.verify()} == {
+        f"{path.name}: cannot be read: Input/output error" for path in lossy_disk.files
+    }
+    passed_over = []
+    attempt = partial(patiently, patience_s=0.1, on_wait=lambda _what, _pause_s: None)
+    opened = partial(open_candidate, scratch=tmp_path, attempt=attempt)
+    with first_sound([newest, before], opened, lambda c, e: passed_over.append((c, e))) as reader:
+        assert reader.candidate == before
+        assert_holds(reader)
+    ((candidate, error),) = passed_over
+    assert candidate == newest
+    assert isinstance(error, UnreadableFileError)
+    assert error.what in {f"{path}: Input/output error (tried for 0.1 s)" for path in lossy_disk.files}
+    assert before.verify() == []
+
+
+def test_what_a_disk_gives_back_while_it_is_tried_is_read(lossy_disk, tmp_path):
+    """As a server on NFS does that comes back."""
+    failures = []
+
+    def wait(what: str, _pause_s: float) -> None:
+        if not failures:
+            lossy_disk.give_back()
+        failures.append(what)
+
+    attempt = partial(patiently, patience_s=DEADLINE_S, on_wait=wait)
+    newest = newest_first(None, lossy_disk.store)[0]
+    with open_candidate(newest, tmp_path, attempt=attempt) as reader:
+        assert_holds(reader, LOST_SIZE)
+    assert len(failures) == 1
+    assert failures[0] in {f"{path}: Input/output error" for path in lossy_disk.files}
+
+
+def first_block(path: Path) -> int:
+    """Number of the file system's block in which a file begins."""
+    extents = subprocess.run(["filefrag", "-v", path], check=True, capture_output=True, text=True).stdout
+    return min(int(number) for number in re.findall(r"\d+:\s+\d+\.\.\s*\d+:\s+(\d+)\.\.", extents))
+
+
+@pytest.mark.parametrize("when", ["while it is hashed", "while it is taken over"])
+def test_a_file_that_is_cut_short_meanwhile_is_an_error_with_its_name(tier, tmp_path, monkeypatch, when):
+    """Of a mapping it would be SIGBUS, and the end of the process."""
+    store = store_of(tmp_path)
+    name = put(store, tier, 1, size=1 << 20)
+    path = store.path / name / "model.safetensors"
+    original = os.preadv
+
+    def cut_first(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if Path(f"/proc/self/fd/{fd}").readlink() == path and offset >= BLOCK_BYTES:
+            os.truncate(path, BLOCK_BYTES)
+        return original(fd, buffers, offset)
+
+    def read() -> None:
+        with open_candidate(newest_first(None, store)[0], tmp_path) as reader:
+            monkeypatch.setattr(os, "preadv", cut_first)
+            reader.read(path.name)
+
+    if when == "while it is hashed":
+        monkeypatch.setattr(os, "preadv", cut_first)
+    with pytest.raises(SnapshotDamagedError, match=r"model\.safetensors: was cut short while it was read"):
+        read()
