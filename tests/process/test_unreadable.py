@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -202,6 +203,35 @@ def test_what_a_disk_gives_back_while_it_is_tried_is_read(lossy_disk, tmp_path):
         assert_holds(reader, LOST_SIZE)
     assert len(failures) == 1
     assert failures[0] in {f"{path}: Input/output error" for path in lossy_disk.files}
+
+
+def test_a_file_whose_handle_the_server_has_forgotten_is_opened_anew_and_no_other_is_read_again(
+    tier, tmp_path, monkeypatch
+):
+    """ESTALE, which holds for what was open before: it needs an NFS server to come of itself."""
+    store = store_of(tmp_path)
+    path = store.path / put(store, tier, 1) / "model.safetensors"
+    forgotten = path.stat().st_ino
+    original = os.preadv
+    waits, hashed = [], []
+
+    def forget(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if os.fstat(fd).st_ino == forgotten:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return original(fd, buffers, offset)
+
+    def wait(what: str, _pause_s: float) -> None:
+        waits.append(what)
+        if len(waits) == 1:
+            (tmp_path / "again").write_bytes(path.read_bytes())
+            (tmp_path / "again").rename(path)
+
+    monkeypatch.setattr(os, "preadv", forget)
+    attempt = partial(patiently, patience_s=DEADLINE_S, on_wait=wait)
+    with open_candidate(newest_first(None, store)[0], tmp_path, hashed.append, attempt) as reader:
+        assert_holds(reader)
+        assert sum(hashed) == sum(entry.size_bytes for entry in reader.manifest.files.values())
+    assert waits == [f"{path}: {os.strerror(errno.ESTALE)}"]
 
 
 def first_block(path: Path) -> int:
