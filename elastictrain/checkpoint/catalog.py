@@ -147,14 +147,19 @@ class SnapshotReader:
     """
 
     def __init__(
-        self, candidate: Candidate, manifest: Manifest, files: dict[str, ReadableFile], on_close: Callable[[], None]
+        self,
+        candidate: Candidate,
+        manifest: Manifest,
+        trainer: dict[str, Any],
+        files: dict[str, ReadableFile],
+        on_close: Callable[[], None],
     ) -> None:
         self.candidate = candidate
         self.manifest = manifest
+        self.trainer = trainer
+        """Content of trainer.json."""
         self._files = files
         self._on_close = on_close
-        self.trainer: dict[str, Any] = _decode_trainer(bytes(self.read(TRAINER_FILE)), None)
-        """Content of trainer.json."""
 
     @property
     def files(self) -> list[str]:
@@ -261,7 +266,9 @@ def open_candidate(
                 return StoredFile(store.fetch(name, file, scratch, progress))
 
         files = _open_files(manifest, open_file, stack, progress, attempt)
-        return SnapshotReader(candidate, manifest, files, stack.pop_all().close)
+        file_of_trainer = files[TRAINER_FILE]
+        trainer = _decode_trainer(bytes(file_of_trainer.read(0, file_of_trainer.size_bytes)), None)
+        return SnapshotReader(candidate, manifest, trainer, files, stack.pop_all().close)
 
 
 def _open_files(

@@ -9,14 +9,14 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from elastictrain.checkpoint.catalog import first_sound, newest_first, open_candidate
-from elastictrain.checkpoint.format import snapshot_name
+from elastictrain.checkpoint.format import digest, snapshot_name
 from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
 from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.patience import patiently
@@ -232,6 +232,25 @@ def test_a_file_whose_handle_the_server_has_forgotten_is_opened_anew_and_no_othe
         assert_holds(reader)
         assert sum(hashed) == sum(entry.size_bytes for entry in reader.manifest.files.values())
     assert waits == [f"{path}: {os.strerror(errno.ESTALE)}"]
+
+
+@pytest.mark.parametrize("tier_name", ["memory", "durable"])
+def test_a_snapshot_that_cannot_be_opened_holds_no_file(tier, tmp_path, tier_name):
+    """What its trainer.json is, is known last: the checksum is right, and it is no JSON."""
+    store = store_of(tmp_path)
+    name = put(store, tier, 1)
+    candidate = next(c for c in newest_first(tier, store) if c.tier == tier_name)
+    folder = candidate.memory.path if candidate.memory is not None else store.path / name
+    trainer, manifest = folder / "trainer.json", folder / "manifest.json"
+    before = candidate.read_manifest()
+    content = b"?" * before.files["trainer.json"].size_bytes
+    files = before.files | {"trainer.json": replace(before.files["trainer.json"], xxh3_128=digest(content))}
+    trainer.write_bytes(content)
+    manifest.write_bytes(replace(before, files=files).encoded)
+    was_open = sorted(Path("/proc/self/fd").iterdir())
+    with pytest.raises(SnapshotDamagedError, match=r"trainer\.json: not JSON"):
+        open_candidate(candidate, tmp_path)
+    assert sorted(Path("/proc/self/fd").iterdir()) == was_open
 
 
 def first_block(path: Path) -> int:
