@@ -26,7 +26,7 @@ test: $(STAMP)  ## Run the tests
 	$(BIN)/pytest $(WORKERS)
 
 test-long: $(STAMP)  ## Run the long drills
-	$(BIN)/pytest -m long $(WORKERS)
+	$(BIN)/pytest -m "long and not soak" $(WORKERS)
 
 test-soak: $(STAMP)  ## Run the sweeps that take many minutes
 	$(BIN)/pytest -m soak --timeout 1800

@@ -31,7 +31,7 @@ def test_a_poisoned_job_keeps_the_step_before(tmp_path):
     assert row["why"].endswith("kept: step 9, as an undisturbed run has it")
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_lone_poisoned_rank_keeps_its_newest_regular_snapshot(tmp_path):
     drilled = drill(tmp_path, "poison-sample", world_size=1)
     row = drilled.rows["poison-sample"]

@@ -28,7 +28,7 @@ OF_THE_PERSISTER = ("write", "close", "put", "delete")
     [
         pytest.param("fail", KINDS, id="fail"),
         pytest.param("truncate", WITH_DATA, id="truncate", marks=pytest.mark.long),
-        pytest.param("stall", OF_THE_PERSISTER, id="stall", marks=pytest.mark.long),
+        pytest.param("stall", OF_THE_PERSISTER, id="stall", marks=pytest.mark.soak),
     ],
 )
 def test_a_fault_at_each_call(tmp_path: Path, action: str, kinds: tuple[str, ...]) -> None:
