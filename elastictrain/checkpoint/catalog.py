@@ -23,12 +23,13 @@ from elastictrain.checkpoint.format import (
     Layout,
     Manifest,
     check_content,
+    damage_of,
     digest,
     read_layout,
 )
 from elastictrain.checkpoint.memory_snapshot import MemorySnapshot, OpenSnapshot, verify_memory
 from elastictrain.checkpoint.memory_tier import MemoryTier
-from elastictrain.checkpoint.store import Progress, Store, damage_of, no_progress
+from elastictrain.checkpoint.store import Progress, Store, no_progress
 from elastictrain.checkpoint.stored_file import MappedFile, ReadableFile, StoredFile, digests
 from elastictrain.errors import (
     BusyError,

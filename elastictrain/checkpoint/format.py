@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import xxhash
 
-from elastictrain.errors import SnapshotDamagedError, SnapshotVersionError
+from elastictrain.errors import ElasticTrainError, SnapshotDamagedError, SnapshotVersionError, UnreadableFileError
 
 FORMAT: Final = "elastictrain-snapshot"
 VERSION: Final = 1
@@ -324,6 +324,13 @@ def _is_sound(name: str, entry: FileEntry) -> bool:
         and entry.size_bytes >= 0
         and _DIGEST.fullmatch(entry.xxh3_128) is not None
     )
+
+
+def damage_of(file: str, error: ElasticTrainError) -> Damage:
+    """What is wrong with a file, from the error that reading it has raised."""
+    if isinstance(error, UnreadableFileError):
+        return Damage(file, f"cannot be read: {error.what.rpartition(': ')[2]}")
+    return Damage(file, error.what.removeprefix(f"{file}: "))
 
 
 def check_content(name: str, entry: FileEntry, size_bytes: int, found_digest: str) -> Damage | None:

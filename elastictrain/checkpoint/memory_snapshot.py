@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from elastictrain.checkpoint import safefs
-from elastictrain.checkpoint.format import MANIFEST_FILE, Damage, Manifest, check_content, digest
+from elastictrain.checkpoint.format import MANIFEST_FILE, Damage, Manifest, check_content, damage_of, digest
 from elastictrain.errors import BusyError, SnapshotDamagedError, SnapshotError
 
 LOCK_FILE = "lock"
@@ -172,7 +172,7 @@ def verify_memory(snapshot: MemorySnapshot) -> list[Damage] | None:
         try:
             found = Manifest.decode(content)
         except SnapshotError as damage:
-            return [Damage(MANIFEST_FILE, damage.what.removeprefix(f"{MANIFEST_FILE}: "))]
+            return [damage_of(MANIFEST_FILE, damage)]
         if found.name != snapshot.name:
             return None
         raise BusyError(error.what) from error

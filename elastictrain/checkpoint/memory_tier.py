@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastictrain.checkpoint import faults, safefs
-from elastictrain.checkpoint.format import MANIFEST_FILE, Damage, Layout, Manifest, digest
+from elastictrain.checkpoint.format import MANIFEST_FILE, Damage, Layout, Manifest, damage_of, digest
 from elastictrain.checkpoint.memory_slot import Slot, allocated_bytes, empty, free_bytes, is_abandoned, mib, no_room
 from elastictrain.checkpoint.memory_snapshot import LOCK_FILE, MemorySnapshot
 from elastictrain.checkpoint.slot_writer import SlotWriter
@@ -293,8 +293,7 @@ class MemoryTier:
                             found.incomplete.append(path)
                         continue
                     except SnapshotError as error:
-                        damage = Damage(MANIFEST_FILE, error.what.removeprefix(f"{MANIFEST_FILE}: "))
-                        found.damaged.append((path, damage))
+                        found.damaged.append((path, damage_of(MANIFEST_FILE, error)))
                         continue
                     found.snapshots.append(MemorySnapshot(path, manifest))
         # A run that began anew has smaller steps than the one before it: its lineage comes first all the same.

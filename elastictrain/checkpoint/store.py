@@ -26,6 +26,7 @@ from elastictrain.checkpoint.format import (
     Damage,
     Manifest,
     check_content,
+    damage_of,
     digest,
     parse_name,
     snapshot_name,
@@ -33,7 +34,6 @@ from elastictrain.checkpoint.format import (
 from elastictrain.checkpoint.secrets import redact_url
 from elastictrain.errors import (
     ConfigError,
-    ElasticTrainError,
     FencedError,
     MissingInputError,
     SnapshotDamagedError,
@@ -352,13 +352,6 @@ def newest_first(names: Iterable[str]) -> list[StoredSnapshot]:
     """Snapshots from folder names; other names are passed over."""
     found = [StoredSnapshot(name, *parsed) for name in names if (parsed := parse_name(name)) is not None]
     return sorted(found, key=lambda s: (s.global_step, s.run_id), reverse=True)
-
-
-def damage_of(file: str, error: ElasticTrainError) -> Damage:
-    """What is wrong with a file, from the error that reading it has raised."""
-    if isinstance(error, UnreadableFileError):
-        return Damage(file, f"cannot be read: {error.what.rpartition(': ')[2]}")
-    return Damage(file, error.what.removeprefix(f"{file}: "))
 
 
 class ExplainedStream:
