@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -24,13 +23,6 @@ from tests.process.helpers import ROOT, wait_until
 
 TALK = Path(__file__).with_name("talk.py")
 PORT = 4000  # every node has all ports to itself
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    skip_unless_possible()
-    with Cluster(3, shared=[tmp_path]) as cluster:
-        yield cluster
 
 
 class Talk:

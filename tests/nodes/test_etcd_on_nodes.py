@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from elastictrain.drill.nodes.cluster import Cluster
 from elastictrain.drill.nodes.etcd import EtcdOnNodes
 from elastictrain.drill.nodes.node import Node
 from elastictrain.kv.client import EtcdClient, EtcdError
-from tests.nodes.possible import skip_unless_possible
 from tests.process.etcd_cluster import NEEDS_ETCD
 from tests.process.helpers import wait_until
 
 pytestmark = NEEDS_ETCD
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    skip_unless_possible()
-    with Cluster(3, shared=[tmp_path]) as cluster:
-        yield cluster
 
 
 def write(etcd: EtcdOnNodes, node: Node, value: bytes) -> bool:

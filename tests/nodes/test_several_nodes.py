@@ -7,7 +7,6 @@ first two, one after the other; each alone, for whoever looks for a cause, is ma
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -16,17 +15,9 @@ import pytest
 from elastictrain.drill.nodes.cluster import Cluster
 from tests.nodes.clock import shifted_clock
 from tests.nodes.job import DEADLINE_S, PORT, Job
-from tests.nodes.possible import skip_unless_possible
 from tests.nodes.tasks import HELD_FILE, HOLD_FILE
 from tests.process.etcd_cluster import NEEDS_ETCD
 from tests.process.helpers import ROOT, read_json_lines, wait_until
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    skip_unless_possible()
-    with Cluster(3, shared=[tmp_path]) as cluster:
-        yield cluster
 
 
 @pytest.mark.long

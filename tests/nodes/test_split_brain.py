@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import pytest
 from elastictrain.drill.nodes.cluster import Cluster
 from elastictrain.drill.nodes.node import Node
 from tests.nodes.job import DEADLINE_S, PORT, Job, numbers
-from tests.nodes.possible import skip_unless_possible
 from tests.process.etcd_cluster import NEEDS_ETCD
 from tests.process.helpers import wait_until
 from tests.process.test_supervisor import events
@@ -34,13 +32,6 @@ MAX_HEALED_S = 8.0
 """Sometimes long enough for all to be together again, sometimes not."""
 STEPS = 100_000
 """More than are done meanwhile."""
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    skip_unless_possible()
-    with Cluster(3, shared=[tmp_path]) as cluster:
-        yield cluster
 
 
 def partition(rng: random.Random, cluster: Cluster) -> tuple[list[Node], list[Node]]:

@@ -109,18 +109,20 @@ def test_a_name_that_is_not_known_yet_is_waited_for(names: Names) -> None:
     assert others.calls == [Standing.READY, "open", "close"]
 
 
+async def assembled(team: Arrival) -> Assignment:
+    """From its begin to its end."""
+    await team.open(cast("Orders", None))
+    try:
+        return await team.assemble()
+    finally:
+        await team.close()
+
+
 def test_patience_with_a_name_ends_with_a_code_that_is_started_again(names: Names) -> None:
     team, _, ways = arriving("c10d://nosuch:29400", patience_s=0.05)
 
-    async def it() -> None:
-        await team.open(cast("Orders", None))
-        try:
-            await team.assemble()
-        finally:
-            await team.close()
-
     with pytest.raises(RendezvousError, match=r"nosuch is no host .* \(waited for 0.05 s\)") as raised:
-        asyncio.run(it())
+        asyncio.run(assembled(team))
     assert raised.value.exit_code == 75
     assert ways == []
 
@@ -151,15 +153,8 @@ def test_what_the_others_cannot_be_opened_with_is_said(names: Names) -> None:
     names.known.add("here")
     team, _, _ = arriving("c10d://here:29400", others=Busy())
 
-    async def it() -> None:
-        await team.open(cast("Orders", None))
-        try:
-            await team.assemble()
-        finally:
-            await team.close()
-
     with pytest.raises(ConfigError, match="no"):
-        asyncio.run(it())
+        asyncio.run(assembled(team))
 
 
 def test_one_member_of_etcd_whose_name_is_known_is_enough(names: Names) -> None:

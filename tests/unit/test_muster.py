@@ -221,6 +221,17 @@ def test_a_stop_is_heard_by_nodes_that_are_between_two_worker_groups() -> None:
     play("abc", it)
 
 
+async def stop_two_that_wait(world: World, *, teller: str, reason: str) -> None:
+    """Boots a and b, which wait for one more, and has one of them stop all; both hear of it, and are killed."""
+    world.boot("a", "b")
+    await world.until(lambda: all("1 more node" in world.nodes[name].muster.waits_for for name in "ab"))
+    await world.nodes[teller].muster.stop_all(reason)
+    await world.until(lambda: all(node.task.done() for node in world.nodes.values()))
+    assert {node.stopped for node in world.nodes.values()} == {reason}
+    for name in "ab":
+        world.kill(name)
+
+
 def test_a_stop_is_heard_by_nodes_that_were_started_again_after_another_stop() -> None:
     async def it(world: World) -> None:
         world.boot("a", "b", "c")
@@ -230,13 +241,7 @@ def test_a_stop_is_heard_by_nodes_that_were_started_again_after_another_stop() -
         for name in "abc":
             world.kill(name)
         for again in range(2):
-            world.boot("a", "b")
-            await world.until(lambda: all("1 more node" in world.nodes[name].muster.waits_for for name in "ab"))
-            await world.nodes["a"].muster.stop_all(f"enough {again}")
-            await world.until(lambda: all(node.task.done() for node in world.nodes.values()))
-            assert {node.stopped for node in world.nodes.values()} == {f"enough {again}"}
-            for name in "ab":
-                world.kill(name)
+            await stop_two_that_wait(world, teller="a", reason=f"enough {again}")
         world.boot("a", "b", "c")
         await world.train_together("a", "b", "c")
         assert world.last_number == 2
@@ -249,13 +254,7 @@ def test_a_stop_is_heard_by_nodes_that_have_yet_to_begin() -> None:
 
     async def it(world: World) -> None:
         for again in range(2):
-            world.boot("a", "b")
-            await world.until(lambda: all("1 more node" in world.nodes[name].muster.waits_for for name in "ab"))
-            await world.nodes["b"].muster.stop_all(f"enough {again}")
-            await world.until(lambda: all(node.task.done() for node in world.nodes.values()))
-            assert {node.stopped for node in world.nodes.values()} == {f"enough {again}"}
-            for name in "ab":
-                world.kill(name)
+            await stop_two_that_wait(world, teller="b", reason=f"enough {again}")
         world.boot("a", "b", "c")
         await world.train_together("a", "b", "c")
         assert world.last_number == 1
