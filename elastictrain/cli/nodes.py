@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 PLAN_FILE = "plan.json"
 """The newest plan that this node has seen: a store may lose its data, and numbers must not be used again."""
 
+STORE_FILE = "store.json"
+"""What the nodes have agreed on, where this one serves their store: also what only a node knows that is cut off."""
+
 
 def make_team(
     job: LoadedJob, state: StateDir, lineage: Lineage, sink: EventSink, warn: Callable[[str], None]
@@ -55,6 +58,7 @@ def make_team(
 
     def make(way: Way) -> Muster:
         host = socket.gethostname()
+        store = StoreProcess(endpoint.host, endpoint.port, sink, keep=state.path / STORE_FILE) if way.is_here else None
         return Muster(
             Self(
                 job=config.name,
@@ -78,7 +82,7 @@ def make_team(
             store_timeout_s=config.elastic.store_timeout_s,
             lineage=lineage,
             last_number=state.last_number,
-            store=StoreProcess(endpoint.host, endpoint.port, sink) if way.is_here else None,
+            store=store,
             emit=emit,
             remembered=_read_plan(state.path / PLAN_FILE),
             remember=lambda plan: _write_plan(state.path / PLAN_FILE, plan),

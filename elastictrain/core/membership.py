@@ -42,6 +42,8 @@ class Standing(StrEnum):
 
 
 _RUNS = (Standing.RUNNING, Standing.LEAVING)
+LONGEST_WARMING_S = 60.0
+"""So long the others wait for one that will be ready soon. Then they go on: it joins when it is."""
 _NUMBERS_OF_LOST_PLANS = 1000
 """So many plans may have been made and lost between one that somebody remembers and the loss of the store's data."""
 
@@ -396,7 +398,7 @@ def next_plan(
         )
     former = {member.node for member in plan.members} if plan is not None else set()
     warming = [n for n in nodes if n.standing is Standing.WARMING and (n.node in former or not former)]
-    if warming:
+    if warming and quiet_s < LONGEST_WARMING_S:
         return Wait(f"waits for {_names(warming)}, which will be ready soon")
     goes_on = any(node.node in former for node in line.nodes)
     here = {node.node for node in nodes}

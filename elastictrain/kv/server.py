@@ -1,13 +1,14 @@
 """A key-value store in a process of its own, for jobs whose nodes have no etcd to agree through.
 
-    python -m elastictrain.kv.server (ADDRESS PORT | --listen-fd FD...) [--ready-fd FD] [--parent-pid PID]
+    python -m elastictrain.kv.server (ADDRESS PORT | --listen-fd FD...) [--keep FILE] [--ready-fd FD] [--parent-pid PID]
 
-It speaks the part of etcd's v3 JSON gateway that `EtcdClient` uses, over HTTP/1.1 with keep-alive, and keeps everything
-in memory: when the process ends, its keys are gone, and nodes write theirs again. It ends with its parent, and on
-SIGTERM. There is no password: it belongs on the network of the nodes, like torch's own store.
+It speaks the part of etcd's v3 JSON gateway that `EtcdClient` uses, over HTTP/1.1 with keep-alive, and has everything
+in memory. When the process ends, keys with a lease are gone, and nodes write theirs again; keys without one are kept in
+a file, if it is given one. It ends with its parent, and on SIGTERM. There is no password: it belongs on the network of
+the nodes, like torch's own store.
 
-`address` finds where to listen; `gateway` and `store` know what requests mean; aiohttp parses HTTP. Here are the limits
-that keep one client from harming the others.
+`address` finds where to listen; `gateway` and `store` know what requests mean; `kept` knows the file; aiohttp parses
+HTTP. Here are the limits that keep one client from harming the others.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 from aiohttp import web
 
 from elastictrain.errors import ElasticTrainError, UsageError
+from elastictrain.kv import kept
 from elastictrain.kv.address import listen
 from elastictrain.kv.gateway import (
     INTERNAL,
@@ -63,15 +66,26 @@ class StoreServer:
     Args:
         store: what it serves.
         logger: for what its owner should know.
+        keep: file for the keys without a lease; None: they end with the process.
         max_connections: at the same time; more are closed as they come.
         idle_s: see `IDLE_S`.
     """
 
     def __init__(
-        self, store: Store, logger: Logger, *, max_connections: int = MAX_CONNECTIONS, idle_s: float = IDLE_S
+        self,
+        store: Store,
+        logger: Logger,
+        *,
+        keep: Path | None = None,
+        max_connections: int = MAX_CONNECTIONS,
+        idle_s: float = IDLE_S,
     ) -> None:
+        self._store = store
         self._gateway = Gateway(store)
         self._logger = logger
+        self._keep = keep
+        self._kept_revision = store.lasting_revision
+        self._keeping = asyncio.Lock()
         self._max_connections = max_connections
         self._idle_s = idle_s
         self._connections: dict[asyncio.BaseProtocol, _Connection] = {}  # by aiohttp's end of each
@@ -157,8 +171,26 @@ class StoreServer:
             return refusal(UNIMPLEMENTED, f"this store answers POST /v3/..., not {request.method} {path[:100]}")
         async with asyncio.timeout(BODY_S):
             body = await request.read()
-        # Nothing is awaited from here on, so requests are carried out one after another.
-        return self._gateway.answer(path.removeprefix("/v3/"), body, self._clock.look(self._loop.time()))
+        # Nothing is awaited in it, so requests are carried out one after another.
+        answer = self._gateway.answer(path.removeprefix("/v3/"), body, self._clock.look(self._loop.time()))
+        if self._keep is not None and self._store.lasting_revision != self._kept_revision:
+            await self._keep_all(self._keep)
+        return answer
+
+    async def _keep_all(self, path: Path) -> None:
+        """What is not in the file yet is there when this returns; a disk that stands still holds up nobody else."""
+        wanted = self._store.lasting_revision
+        async with self._keeping:
+            if self._kept_revision >= wanted:
+                return  # by whoever wrote before us
+            wanted = self._store.lasting_revision
+            try:
+                await asyncio.to_thread(kept.write, path, self._store.lasting(), self._store.revision)
+            except OSError as error:
+                # Nodes remember it as well: only who has not heard of it, and is alone then, is worse off.
+                self._logger.warning("store_keep_failed", path=str(path), error=error.strerror or str(error))
+            else:
+                self._kept_revision = wanted
 
 
 class _Connection(asyncio.Protocol):
@@ -224,6 +256,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("address", metavar="ADDRESS", nargs="?", help="name or IP address of this host to listen on")
     parser.add_argument("port", metavar="PORT", type=int, nargs="?", help="0 lets the system choose")
     parser.add_argument("--listen-fd", metavar="FD", type=int, nargs="+", help="sockets of the parent's that listen")
+    parser.add_argument("--keep", metavar="FILE", type=Path, help="keep the keys without a lease there")
     parser.add_argument("--ready-fd", metavar="FD", type=int, help="write the port there, as a line, once it listens")
     parser.add_argument("--parent-pid", metavar="PID", type=int, help="end with this process, the parent")
     arguments = parser.parse_args(argv)
@@ -241,8 +274,23 @@ def _listening(arguments: argparse.Namespace) -> list[socket.socket]:
         raise UsageError(f"--listen-fd names what is no socket: {error.strerror}") from error
 
 
-async def _serve(listening: Sequence[socket.socket], max_connections: int, ready_fd: int | None) -> None:
-    server = StoreServer(Store(), make_logger(), max_connections=max_connections)
+def _store(keep: Path | None, logger: Logger) -> Store:
+    if keep is None:
+        return Store()
+    try:
+        return kept.read(keep)
+    except (OSError, kept.KeptError) as error:
+        # Nodes remember what was agreed on, and write it again.
+        why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        logger.warning("store_begins_empty", path=str(keep), error=why)
+        return Store()
+
+
+async def _serve(
+    listening: Sequence[socket.socket], keep: Path | None, max_connections: int, ready_fd: int | None
+) -> None:
+    logger = make_logger()
+    server = StoreServer(_store(keep, logger), logger, keep=keep, max_connections=max_connections)
     told = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, told.set)
@@ -269,7 +317,7 @@ def main(argv: Sequence[str]) -> int:
         max_connections = MAX_CONNECTIONS
         if most_files != resource.RLIM_INFINITY:
             max_connections = max(1, min(MAX_CONNECTIONS, most_files - SPARE_FILES))
-        asyncio.run(_serve(_listening(arguments), max_connections, arguments.ready_fd))
+        asyncio.run(_serve(_listening(arguments), arguments.keep, max_connections, arguments.ready_fd))
     except ElasticTrainError as error:
         print(error, file=sys.stderr, flush=True)
         return error.exit_code

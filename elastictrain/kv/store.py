@@ -4,15 +4,16 @@ Time is an argument, so leases end when the caller's clock says so; nothing here
 `gateway` speaks etcd's JSON over it.
 
 Every change takes the next revision, and a key keeps the revision at which it was written last: who knows it may swap
-the value, nobody else. A store begins empty, at a random revision out of 2^61, so a revision (or a lease) that was seen
-in another life of the store is not valid by accident; a clock, which may have been set back, would not do.
+the value, nobody else. An empty store begins at a random revision out of 2^61, so a revision (or a lease) that was seen
+in another life of the store is not valid by accident; a clock, which may have been set back, would not do. What a store
+takes over from its last life (`restore`) is what has no lease.
 """
 
 from __future__ import annotations
 
 import secrets
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 MAX_SIZE_BYTES = 64 * 2**20
@@ -91,11 +92,23 @@ class Store:
     def __init__(self, first_revision: int | None = None) -> None:
         self.revision = 2**60 + secrets.randbelow(2**61) if first_revision is None else first_revision
         """Of the last change."""
+        self.lasting_revision = self.revision
+        """Of the last change of keys without a lease."""
         self.size_bytes = 0
         self._entries: dict[bytes, Entry] = {}
         self._keys: list[bytes] = []  # in order
         self._leases: dict[int, Lease] = {}
         self._earliest_end_s = float("inf")  # no lease ends before
+
+    def restore(self, entries: Mapping[bytes, Entry]) -> None:
+        """Takes keys without a lease over from another life of the store, into an empty one."""
+        self._entries = dict(entries)
+        self._keys = sorted(entries)
+        self.size_bytes = sum(_size_bytes(key, entry.value) for key, entry in entries.items())
+
+    def lasting(self) -> dict[bytes, Entry]:
+        """The keys without a lease."""
+        return {key: entry for key, entry in self._entries.items() if not entry.lease}
 
     def get(self, wanted: Range) -> list[tuple[bytes, Entry]]:
         """The keys of a range and what they hold, in order."""
@@ -135,6 +148,8 @@ class Store:
         self.size_bytes += _size_bytes(key, value)
         if lease:
             self._leases[lease].keys.add(key)
+        if not lease or (old is not None and not old.lease):
+            self.lasting_revision = revision
         self.revision = revision
 
     def delete(self, wanted: Range, revision: int) -> int:
@@ -144,6 +159,8 @@ class Store:
             how many there were; the revision stays as it is if there were none.
         """
         keys = self._select(wanted)
+        if any(not self._entries[key].lease for key in keys):
+            self.lasting_revision = revision
         for key in keys:
             self._remove(key)
         if keys:

@@ -391,7 +391,7 @@ class Muster:
     def _take_in(self, found: Found, now_s: float) -> None:
         others = dict(found.records)
         self._namesake.look(others.pop(self._me.node, None), now_s)
-        self._plan.take_in(found.plan, found.plan_revision, is_own_store=self._store is not None)
+        self._plan.take_in(found.plan, found.plan_revision)
         self._seen.take_in(self._about(), others, self._plan.newest, now_s)
         if self._mine is not None:
             self._hear_news(self._seen.news(self._mine.members[0].node))

@@ -1,8 +1,7 @@
 """The plan of the worker groups: the one key that all nodes share, and the newest that this node has seen of it.
 
-It is changed by compare-and-swap alone. A store may lose its data, ours with its process. So every node remembers the
-newest plan that it has seen, also after a restart, and writes it again into a store that does not have it: numbers only
-grow.
+It is changed by compare-and-swap alone. A store may lose its data. So every node remembers the newest plan that it has
+seen, also after a restart, and writes it again into a store that does not have it: numbers only grow.
 """
 
 from __future__ import annotations
@@ -52,25 +51,20 @@ class SharedPlan:
         self.newest = remembered
         self.is_stored = True
 
-    def take_in(self, found: Plan | None, revision: int, *, is_own_store: bool) -> None:
+    def take_in(self, found: Plan | None, revision: int) -> None:
         """Takes note of what the store has: the newest plan that was ever seen, unless it has lost its data.
 
         Args:
             found: plan in the store.
             revision: of its key.
-            is_own_store: whether this node serves it, and so has seen all that was ever in it.
         """
         has_been_read, self._has_been_read = self._has_been_read, True
         self._revision = revision
         known = self.newest
-        is_sure = is_own_store and known is not None and not known.may_be_outdated
         if known is None or (found is not None and found.number >= known.number):
             self.is_stored = True
             if found is None:
                 return
-            if is_sure and found.may_be_outdated and known is not None and found.number == known.number:
-                self.is_stored = False
-                found = replace(found, may_be_outdated=False)
             if known is not None and found.attempt == known.attempt and found.joined(known) != found:
                 # A copy that was written again by a node that had not heard of all that happened to the plan.
                 self.is_stored = False
@@ -79,7 +73,7 @@ class SharedPlan:
         if self.is_stored and has_been_read:
             self._lost(known)
         self.is_stored = False
-        self._know(replace(known, may_be_outdated=not is_sure))
+        self._know(replace(known, may_be_outdated=True))
 
     async def restore(self) -> None:
         """Writes the newest plan into a store that does not have it."""

@@ -2,7 +2,8 @@
 
 The supervisor listens itself and hands its sockets to the process (`elastictrain.kv.server`). So the port stays ours
 while a process that died is replaced, who connects meanwhile is served when the next one is up, and an address that
-cannot be had is known before anything is started. What the old process held is lost: nodes write their keys again.
+cannot be had is known before anything is started. What has a lease is lost with the old process, and nodes write it
+again; the rest is in a file.
 
 The process ends with the supervisor, however that ends: nobody finds a store there that nobody looks after.
 """
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from pathlib import Path
 
 from elastictrain.errors import BusyError, NotRunningError
 from elastictrain.kv.address import listen
@@ -49,6 +51,7 @@ class StoreProcess:
         address: name or address of this host, as the rendezvous endpoint has it.
         port: 0 lets the system choose.
         sink: hears `store_started`, `store_ended`, `store_hung`, `store_start_failed`, and what the process has to say.
+        keep: file for the keys without a lease; None: they end with the process.
         port_wait_s: how long to wait for a port that is taken.
         probe_s: see `PROBE_S`.
     """
@@ -59,12 +62,14 @@ class StoreProcess:
         port: int,
         sink: EventSink | None = None,
         *,
+        keep: Path | None = None,
         port_wait_s: float = PORT_WAIT_S,
         probe_s: float = PROBE_S,
     ) -> None:
         self._address = address
         self._port = port
         self._sink: EventSink = sink if sink is not None else NullSink()
+        self._keep_file = keep
         self._port_wait_s = port_wait_s
         self._probe_s = probe_s
         self._sockets: list[socket.socket] = []
@@ -130,7 +135,7 @@ class StoreProcess:
             NotRunningError: it could not be started, ended, or took too long.
         """
         try:
-            child = _Child(self._sockets, self._sink)
+            child = _Child(self._sockets, self._keep_file, self._sink)
         except OSError as error:
             raise NotRunningError(f"the store cannot be started: {error.strerror or error}") from error
         self._child = child
@@ -194,7 +199,7 @@ class _Child:
         OSError: it cannot be started.
     """
 
-    def __init__(self, listening: list[socket.socket], sink: EventSink) -> None:
+    def __init__(self, listening: list[socket.socket], keep: Path | None, sink: EventSink) -> None:
         self.exit_code: int | None = None
         self.ended = asyncio.Event()
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
@@ -208,6 +213,7 @@ class _Child:
             fds = [one.fileno() for one in listening]
             command = [sys.executable, "-m", "elastictrain.kv.server", "--listen-fd", *map(str, fds)]
             command += ["--ready-fd", str(write_ready), "--parent-pid", str(os.getpid())]
+            command += ["--keep", str(keep)] if keep is not None else []
             # A Ctrl-C is for the supervisor, which needs the store until its own end.
             self._process = subprocess.Popen(
                 command,

@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from elastictrain.errors import BusyError, ConfigError, NotRunningError
-from elastictrain.kv.client import EtcdClient, EtcdError
+from elastictrain.kv import kept
+from elastictrain.kv.client import EtcdClient, EtcdError, Stored
 from elastictrain.kv.settings import EtcdSettings
 from elastictrain.procs import read_stat
 from elastictrain.supervisor.store_process import StoreProcess
@@ -214,3 +215,92 @@ def test_a_store_ends_with_its_supervisor_and_the_next_one_takes_the_port() -> N
     assert len(set(pids)) == 3
     with pytest.raises(EtcdError, match="connection refused"):
         client_of(port).get("a")
+
+
+def test_what_has_no_lease_outlives_the_store_and_what_has_one_does_not(tmp_path: Path) -> None:
+    async def main() -> None:
+        events = Events()
+        store = StoreProcess("127.0.0.1", 0, events, keep=tmp_path / "store.json")
+        await store.open()
+        client = client_of(store.port)
+
+        def write() -> int:
+            client.put("plan", b"\xff1", 0)
+            written, stored = client.compare_and_swap("plan", b"\xff2", client.get("plan").mod_revision, 0)  # type: ignore[union-attr]
+            assert written
+            assert stored is not None
+            client.put("gone", b"1", 0)
+            client.delete("gone")
+            client.put("node", b"lives", client.grant_lease(60))
+            return stored.mod_revision
+
+        revision = await asyncio.to_thread(write)
+        assert store.pid is not None
+        os.kill(store.pid, signal.SIGKILL)
+        await events.wait("store_started", 2)
+
+        def read() -> None:
+            assert client.get("plan") == Stored(b"\xff2", revision)
+            assert client.get("gone") is None
+            assert client.get("node") is None
+            client.put("node", b"lives", client.grant_lease(60))
+            node = client.get("node")
+            assert node is not None
+            assert node.mod_revision > revision
+            assert client.compare_and_swap("plan", b"3", revision, 0)[0], "who had read it then may change it now"
+
+        await asyncio.to_thread(read)
+        client.close()
+        await store.close()
+        assert not events.named("store_begins_empty")
+        assert (tmp_path / "store.json").stat().st_mode & 0o777 == 0o600
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b'{"format": 1, "keys": {', "it is damaged"),
+        (b'{"format": 1, "revision": 5, "keys": {"YQ==": {"value": "?"}}}', "it is damaged"),
+        (b"[]", "it is damaged"),
+        (b'{"format": 2, "revision": 5, "keys": {}}', "its format is 2, and 1 is known here"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_and_the_store_begins_empty(
+    tmp_path: Path, content: bytes, why: str
+) -> None:
+    async def main() -> None:
+        events = Events()
+        path = tmp_path / "store.json"
+        path.write_bytes(content)
+        store = StoreProcess("127.0.0.1", 0, events, keep=path)
+        await store.open()
+        said = await events.wait("store_begins_empty")
+        assert said["path"] == str(path)
+        assert said["error"].startswith(why)
+        client = client_of(store.port)
+        await asyncio.to_thread(client.put, "plan", b"1", 0)
+        assert kept.read(path).lasting().keys() == {b"plan"}
+        client.close()
+        await store.close()
+
+    run(main())
+
+
+def test_a_disk_that_cannot_be_written_costs_the_memory_of_it_and_nothing_else(tmp_path: Path) -> None:
+    async def main() -> None:
+        events = Events()
+        store = StoreProcess("127.0.0.1", 0, events, keep=tmp_path / "nowhere" / "store.json")
+        await store.open()
+        client = client_of(store.port)
+        await asyncio.to_thread(client.put, "plan", b"1", 0)
+        assert (await events.wait("store_keep_failed"))["error"] == "No such file or directory"
+        assert (await asyncio.to_thread(client.get, "plan")).value == b"1"  # type: ignore[union-attr]
+        (tmp_path / "nowhere").mkdir()
+        await asyncio.to_thread(client.put, "plan", b"2", 0)
+        assert kept.read(tmp_path / "nowhere" / "store.json").lasting()[b"plan"].value == b"2"
+        client.close()
+        await store.close()
+
+    run(main())

@@ -56,13 +56,13 @@ def shared(keys: Keys, remembered: Plan | None) -> tuple[SharedPlan, list[Plan]]
 def test_a_copy_that_says_less_does_not_undo_what_has_happened_and_is_written_again(happened: Plan) -> None:
     keys = Keys(PLAN)
     plan, kept = shared(keys, happened)
-    plan.take_in(keys.plan, keys.revision, is_own_store=False)
+    plan.take_in(keys.plan, keys.revision)
     assert plan.newest == happened
     assert not kept
     assert not plan.is_stored
     asyncio.run(plan.restore())
     assert keys.plan == happened
-    plan.take_in(keys.plan, keys.revision, is_own_store=False)
+    plan.take_in(keys.plan, keys.revision)
     assert plan.is_stored
 
 
@@ -88,6 +88,6 @@ def test_the_next_plan_begins_with_nothing_of_it() -> None:
     following = replace(PLAN, number=4, attempt="job-4-def")
     keys = Keys(following)
     plan, kept = shared(keys, HAPPENED[0])
-    plan.take_in(keys.plan, keys.revision, is_own_store=False)
+    plan.take_in(keys.plan, keys.revision)
     assert plan.is_stored
     assert kept == [following]
