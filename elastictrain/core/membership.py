@@ -43,7 +43,7 @@ class Standing(StrEnum):
 
 _RUNS = (Standing.RUNNING, Standing.LEAVING)
 LONGEST_WARMING_S = 60.0
-"""So long the others wait for one that will be ready soon. Then they go on: it joins when it is."""
+"""So long the others wait for one that will be ready soon. Then they go on, and it joins when it is."""
 _NUMBERS_OF_LOST_PLANS = 1000
 """So many plans may have been made and lost between one that somebody remembers and the loss of the store's data."""
 
@@ -365,6 +365,7 @@ def next_plan(
     *,
     quiet_s: float,
     unheard_s: float,
+    stood_s: Mapping[str, float],
     token: str,
     job: str,
 ) -> Plan | Wait:
@@ -378,12 +379,15 @@ def next_plan(
         quiet_s: for how long the same nodes have been ready.
         unheard_s: for how long, under our eyes, neither the plan has changed nor a member that is not among the nodes
             has been heard of.
+        stood_s: for how long each node has been standing as it does.
         token: makes the attempt's name unique.
         job: name of the job.
     """
     busy = [node for node in nodes if node.standing in _RUNS]
     if busy:
         return Wait(f"the ranks on {_names(busy)} have not ended yet")
+    if plan is not None and (done := [n for n in nodes if n.standing is Standing.DONE and n.number >= plan.number]):
+        return Wait(f"the ranks on {_names(done)} have done the last step, and the job is about to be complete")
     line = line_up(plan, nodes, bounds)
     if me in line.reserve:
         return Wait(f"this node is in reserve: {line.reserve[me]}")
@@ -397,8 +401,14 @@ def next_plan(
             f"{bounds.min_nodes}"
         )
     former = {member.node for member in plan.members} if plan is not None else set()
-    warming = [n for n in nodes if n.standing is Standing.WARMING and (n.node in former or not former)]
-    if warming and quiet_s < LONGEST_WARMING_S:
+    warming = [
+        node
+        for node in nodes
+        if node.standing is Standing.WARMING
+        and (node.node in former or not former)
+        and stood_s.get(node.node, 0.0) < LONGEST_WARMING_S
+    ]
+    if warming:
         return Wait(f"waits for {_names(warming)}, which will be ready soon")
     goes_on = any(node.node in former for node in line.nodes)
     here = {node.node for node in nodes}
@@ -416,7 +426,7 @@ def next_plan(
     if line.nodes[0].node != me:
         return Wait(f"{line.nodes[0].host} makes the plan")
     number = 1 + max([node.number for node in nodes] + ([plan.number] if plan is not None else []))
-    if plan is not None and plan.may_be_outdated and absent:
+    if plan is not None and plan.may_be_outdated:
         number += _NUMBERS_OF_LOST_PLANS
     members = tuple(Member(n.node, n.host, n.address, n.num_ranks, n.store_port) for n in line.nodes)
     lineage = line.lineage
@@ -500,14 +510,16 @@ def regroup_reason(plan: Plan, nodes: Sequence[Node], me: str, bounds: Bounds) -
 
 
 def lost_members(plan: Plan, nodes: Sequence[Node], me: str) -> list[Member]:
-    """The other members whose ranks are no part of this worker group any more: they have no living record, or have
-    ended their part and wait for the next plan."""
+    """The other members whose ranks are no part of this worker group any more, or will never be: they have no living
+    record, have ended their part and wait for the next plan, or left before they heard of this one."""
     by_name = {node.node: node for node in nodes}
-    ended = (Standing.READY, Standing.WARMING, Standing.AWAY)
+    ended = (Standing.READY, Standing.WARMING)
     lost = []
     for member in plan.members:
         node = by_name.get(member.node)
-        if member.node != me and (node is None or (node.standing in ended and node.number >= plan.number)):
+        if member.node == me:
+            continue
+        if node is None or node.standing is Standing.AWAY or (node.standing in ended and node.number >= plan.number):
             lost.append(member)
     return lost
 

@@ -332,6 +332,28 @@ def decide(
     return Restart(backoff_s(len(counted) - 1, budget, jitter), cause.what)
 
 
+def none_has_failed(ended_s: Sequence[float], budget: Budget, *, now_s: float) -> bool:
+    """Whether so many worker groups have ended without progress, each as if another node had failed, that none can
+    have: a node that has failures of its own would have given up by now.
+
+    Args:
+        ended_s: when, since there was progress.
+        budget: how much each node bears.
+        now_s: on the same clock.
+    """
+    return sum(now_s - at_s <= budget.window_s for at_s in ended_s) > budget.max_failures + 1
+
+
+def of_no_node(cause: Cause, count: int) -> Cause:
+    """The cause of the last of so many ends that every node blames on another one."""
+    return Cause(
+        CauseKind.COLLECTIVE,
+        f"{count} worker groups in a row ended without progress, and no node has failed. The last time: {cause.what}",
+        "Look at the network between the nodes: firewalls, and which interface GLOO_SOCKET_IFNAME or "
+        "NCCL_SOCKET_IFNAME names; NCCL_DEBUG=INFO says more.",
+    )
+
+
 def _step_words(failure: Failure) -> str:
     first, last = failure.reached_step + 1, failure.reached_step + 1 + failure.uncertain_steps
     return f"step {first}" if first == last else f"one of the steps {first} to {last}"

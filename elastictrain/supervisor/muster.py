@@ -179,7 +179,8 @@ class Muster:
 
     @property
     def other_ranks(self) -> tuple[RankView, ...]:
-        return self._seen.ranks(self._mine) if self._mine is not None else ()
+        plan = self._mine if self._mine is not None else self._plan.newest
+        return self._seen.ranks(plan) if plan is not None else ()
 
     async def open(self, orders: Orders) -> None:
         self._orders = orders
@@ -242,7 +243,8 @@ class Muster:
 
     async def finish(self) -> bool:
         plan = self._mine
-        assert plan is not None
+        if plan is None:
+            return False  # abandoned at the last moment: the others have gone on
         self.stand(Standing.DONE, "all its steps are done")
         keeper = plan.members[0].node
         if keeper == self._me.node:
@@ -252,7 +254,7 @@ class Muster:
             return True
         async with self._changed:
             await self._changed.wait_for(lambda: self._is_decided(plan, keeper))
-        return self._is_complete(plan) or not self._is_lost(plan, keeper)
+        return self._is_complete(plan)
 
     def _is_complete(self, plan: Plan) -> bool:
         newest = self._plan.newest
@@ -260,9 +262,8 @@ class Muster:
 
     def _is_decided(self, plan: Plan, keeper: str) -> bool:
         """Whether the first member has kept the last state, or will not any more."""
-        if self._away_since_s is not None:
-            # It has told the others for as long as it waits for them; a store that is gone is its own, and all is done.
-            return self._clock() - self._away_since_s > FAREWELL_S
+        if self._away_since_s is not None:  # nothing is heard of it, and nothing of what the others do
+            return self._clock() - self._away_since_s > self._store_timeout_s
         return self._is_complete(plan) or self._is_lost(plan, keeper)
 
     def _is_lost(self, plan: Plan, keeper: str) -> bool:
@@ -290,8 +291,10 @@ class Muster:
         task, self._task = self._task, None
         if self._store is not None and self._has_looked:
             deadline_s = self._clock() + FAREWELL_S
-            while self._clock() < deadline_s and self._away_since_s is None and self._is_heard_of():
+            away = self._seen.turns(Standing.AWAY)  # they stay, so their going shows nothing; they look now and then
+            while self._clock() < deadline_s and self._away_since_s is None and self._is_heard_of(away):
                 await asyncio.sleep(BUSY_S)
+                self._poke.set()
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
@@ -318,12 +321,19 @@ class Muster:
             )
         )
 
-    def _is_heard_of(self) -> bool:
-        """Whether somebody may still want to know how the job ended."""
+    def _is_heard_of(self, away: Mapping[str, int]) -> bool:
+        """Whether somebody may still want to know how the job ended.
+
+        Args:
+            away: nodes that take no part, and how often they had looked when it had ended.
+        """
         plan = self._plan.newest
-        return any(
-            node.node != self._me.node and node.standing is not Standing.AWAY for node in self._seen.living
-        ) and (plan is not None and plan.end is not None)
+        others = [node for node in self._seen.living if node.node != self._me.node]
+        # One turn may have been on its way when the end was written; the next was not.
+        unaware = {node for node, turn in self._seen.turns(Standing.AWAY).items() if turn < away.get(node, turn) + 2}
+        return (plan is not None and plan.end is not None) and any(
+            node.standing is not Standing.AWAY or node.node in unaware for node in others
+        )
 
     # ---- looking out
 
@@ -393,8 +403,9 @@ class Muster:
         self._namesake.look(others.pop(self._me.node, None), now_s)
         self._plan.take_in(found.plan, found.plan_revision)
         self._seen.take_in(self._about(), others, self._plan.newest, now_s)
-        if self._mine is not None:
-            self._hear_news(self._seen.news(self._mine.members[0].node))
+        plan = self._mine if self._mine is not None else self._plan.newest
+        if plan is not None and plan.members:
+            self._hear_news(self._seen.news(plan.members[0].node))
 
     def _hear_news(self, news: Mapping[str, dict[str, Any]]) -> None:
         """What rank zero says, every node keeps: whoever asks, and whoever is left, knows how far the job was."""
@@ -464,9 +475,10 @@ class Muster:
                 self._order_to_abandon(f"{why}: nodes that took no part may go on in this one's place")
 
     async def _line_up(self, now_s: float) -> None:
-        assert self._assembled is not None
+        assembled = self._assembled
+        assert assembled is not None
         if refusal := self._namesake.refusal(self._about()):
-            self._assembled.set_exception(refusal)
+            assembled.set_exception(refusal)
             return
         if self._namesake.may_live:
             self._waits_for = f"waits to see whether another supervisor is node {self._me.node} as well"
@@ -481,7 +493,7 @@ class Muster:
         ruler = reference(plan, self._seen.living)
         about = self._about()
         if ruler is not None and ruler.node != about.node and (found := differences(about, ruler)):
-            self._assembled.set_exception(
+            assembled.set_exception(
                 ConfigError(
                     f"this node cannot take part with {ruler.host}: {'; '.join(found)}",
                     "All nodes of a job need the same job.toml, code and versions.",
@@ -496,13 +508,17 @@ class Muster:
             self._bounds,
             quiet_s=self._seen.quiet_s(now_s),
             unheard_s=self._seen.unheard_s(plan, now_s),
+            stood_s=self._seen.stood_s(now_s),
             token=token,
             job=self._me.job,
         )
         if not isinstance(decided, Plan):
             self._waits_for = decided.reason
         elif await self._plan.put(decided):
-            self._take(decided, 0)
+            if self._standing is Standing.READY and self._assembled is assembled and not assembled.done():
+                self._take(decided, 0)
+            else:
+                self._number = decided.number  # drained, or told to stop, meanwhile: that part is over before it began
 
     def _take(self, plan: Plan, place: int) -> None:
         self._mine = plan

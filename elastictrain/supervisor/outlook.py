@@ -30,6 +30,7 @@ class Outlook:
         self._others: dict[str, Record] = {}
         self._said: dict[str, str] = {}
         self._ready: tuple[frozenset[str], float] = (frozenset(), 0.0)
+        self._stood: dict[str, tuple[Standing, float]] = {}
         self.living: list[Node] = []
 
     def take_in(self, me: Node, others: Mapping[str, Record], plan: Plan | None, now_s: float) -> None:
@@ -55,10 +56,25 @@ class Outlook:
         ready = frozenset(node.node for node in self.living if node.standing is Standing.READY)
         if ready != self._ready[0]:
             self._ready = (ready, now_s)
+        self._stood = {
+            node.node: known
+            if (known := self._stood.get(node.node)) is not None and known[0] is node.standing
+            else (node.standing, now_s)
+            for node in self.living
+        }
 
     def quiet_s(self, now_s: float) -> float:
         """For how long the nodes that are ready have been the same."""
         return now_s - self._ready[1]
+
+    def stood_s(self, now_s: float) -> dict[str, float]:
+        """For how long each of the nodes that live has been standing as it does."""
+        return {node: now_s - since_s for node, (_, since_s) in self._stood.items()}
+
+    def turns(self, standing: Standing) -> dict[str, int]:
+        """How often each other living node that stands so has looked."""
+        living = [node for node in self.living if node.standing is standing and node.node in self._others]
+        return {node.node: self._others[node.node].turn for node in living}
 
     def unheard_s(self, plan: Plan | None, now_s: float) -> float:
         """For how long nothing at all was heard of a plan, nor of those of its members that do not live."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import random
 import signal
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -23,13 +22,14 @@ from elastictrain.core import lifecycle
 from elastictrain.core.lifecycle import State, Trigger
 from elastictrain.core.liveness import StepTimes
 from elastictrain.core.membership import Standing
-from elastictrain.core.past import Past, furthest_step
-from elastictrain.core.policy import Cause, CauseKind, Failure, Halt, Restart, classify, decide
+from elastictrain.core.past import Past
+from elastictrain.core.policy import Cause, CauseKind, Halt, classify
 from elastictrain.core.status import RankView, SupervisorView
 from elastictrain.errors import BusyError, ElasticTrainError, HaltError, IllegalTransitionError, StorageError
 from elastictrain.procs import adopt_orphans
 from elastictrain.supervisor.chronicle import Chronicle
 from elastictrain.supervisor.events import EventSink, NullSink
+from elastictrain.supervisor.failures import Failures
 from elastictrain.supervisor.incarnation import Incarnation, clear_away
 from elastictrain.supervisor.launcher import Launcher
 from elastictrain.supervisor.life import Life, LifeEnd
@@ -105,9 +105,7 @@ class Supervisor:
         self._life: Life | None = None
         self._world_size: int | None = None
         self._times = StepTimes()
-        self._budget = budget_of(config)
         self._past = past if past is not None else Past()
-        self._failures: list[Failure] = list(self._past.counted(time.monotonic()))
         self._outcome: dict[str, Any] | None = None
         self._error: ElasticTrainError | None = None
         self._restart_reason: str | None = None
@@ -117,8 +115,12 @@ class Supervisor:
         self._delay_s = 0.0
         self._changed = asyncio.Event()
         self._num_signals = 0
+        self._is_asked_to_stop = False
+        """Here, not on another node."""
         self._furthest: int | None = None
         self._said = Said(config, self._past.data)
+        earlier = self._past.counted(time.monotonic())
+        self._failures = Failures(earlier, budget_of(config), self._said.samples_in_step)
         self._snapshot_wanted = False
         self._is_complete_elsewhere = False
         self._launcher = Launcher(
@@ -139,9 +141,8 @@ class Supervisor:
         await clear_away(self._state_dir, grace_s=self._config.supervisor.teardown_timeout_s)
         left = self._past.left
         self._emit("supervisor_started", pid=os.getpid(), version=__version__, **(left.as_fields if left else {}))
-        if self._failures and isinstance(decision := self._decide(), Halt):
-            # They ended the supervisors before this one, which could not say so.
-            self._halt(decision)
+        if (halt := self._failures.halt()) is not None:
+            self._halt(halt)
             return Ending(self._state, self._reason, None, self._error)
         self._launcher.open()
         try:
@@ -252,11 +253,7 @@ class Supervisor:
             self._chronicle.ended(end, reason, None)
             self._emit("restart_planned", delay_s=0.0, reason=reason)
         elif has_peers and (all(e.secondary for e in end.ends) or await self._agent_lost_the_others(end)):
-            # Each node counts its own failures. Whoever asked for this end, or failed, is another one.
-            reason = outcome["reason"] if outcome is not None else "ranks on another node ended"
-            self._chronicle.ended(end, reason, None)
-            self._move(Trigger.GROUP_FAILED, reason)
-            self._emit("restart_planned", delay_s=0.0, reason=reason)
+            await self._ended_elsewhere(end)
         elif outcome is not None and not any(not rank_end.secondary for rank_end in end.ends):
             # Whoever started us has told the ranks themselves, as Slurm does.
             self._chronicle.ended(end, outcome["reason"], None)
@@ -270,6 +267,18 @@ class Supervisor:
             self._chronicle.ended(end, cause.what, cause)
             self._failed(cause, end, [report.as_error() for report in incarnation.reports()])
             await self._pause()
+
+    async def _ended_elsewhere(self, end: LifeEnd) -> None:
+        """Each node counts its own failures, and whoever asked for this end, or failed, is another one."""
+        if (cause := self._failures.add_elsewhere(end)) is not None:
+            self._chronicle.ended(end, cause.what, cause)
+            self._failed(cause, end)
+            await self._pause()
+            return
+        reason = end.outcome["reason"] if end.outcome is not None else "ranks on another node ended"
+        self._chronicle.ended(end, reason, None)
+        self._move(Trigger.GROUP_FAILED, reason)
+        self._emit("restart_planned", delay_s=0.0, reason=reason)
 
     async def _agent_lost_the_others(self, end: LifeEnd) -> bool:
         """Whether the agent ended by itself, with no rank to blame, because its worker group's store or another node is
@@ -318,26 +327,13 @@ class Supervisor:
     def _failed(self, cause: Cause, end: LifeEnd | None, reports: list[ElasticTrainError] | None = None) -> None:
         """Takes note of a failure and decides what follows."""
         reached = end.failed_step if end is not None else self._furthest or 0
-        self._failures.append(
-            Failure(
-                at_s=time.monotonic(),
-                reached_step=reached,
-                began_step=end is not None and end.began_step,
-                progressed=reached > furthest_step(self._failures),
-                cause=cause,
-            )
-        )
-        decision = self._decide()
+        decision = self._failures.add(cause, reached, began_step=end is not None and end.began_step)
         if isinstance(decision, Halt):
             self._halt(decision, reports[0] if not cause.can_retry and reports else None)
             return
         self._move(Trigger.GROUP_FAILED, decision.reason)
         self._delay_s = decision.delay_s
         self._emit("restart_planned", delay_s=round(decision.delay_s, 3), reason=decision.reason)
-
-    def _decide(self) -> Restart | Halt:
-        samples = self._said.samples_in_step(self._failures[-1].reached_step)
-        return decide(self._failures, self._budget, now_s=time.monotonic(), jitter=random.random(), samples=samples)
 
     def _halt(self, decision: Halt, error: ElasticTrainError | None = None) -> None:
         self._move(Trigger.GIVEN_UP, decision.reason)
@@ -426,14 +422,14 @@ class Supervisor:
 
     def stop_with_all(self, reason: str) -> None:
         if self._state not in lifecycle.ENDING:
-            self._stop(f"{reason}, on all nodes")
+            self._stop(f"{reason}, on all nodes", is_asked_here=False)
 
     def complete_with_all(self) -> None:
         self._is_complete_elsewhere = True
         if self._state in (State.DRAINED, State.HALTED):
             self._ended_on_request(None)
         elif self._state not in lifecycle.ENDING:
-            self._stop("the job is complete, on all nodes")
+            self._stop("the job is complete, on all nodes", is_asked_here=False)
 
     def waits_since_s(self) -> tuple[float, float]:
         return self._life.waits_since_s(time.monotonic()) if self._life is not None else (0.0, 0.0)
@@ -446,18 +442,22 @@ class Supervisor:
 
     # ---- commands
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, reason: str, *, is_asked_here: bool = True) -> None:
+        """Whoever asks for it here a second time wants no more waiting. What was heard from another node is no first
+        time: somebody who stops the job on all nodes, one after the other, has said so once on each."""
         if self._state in lifecycle.FINAL:
             return
         self._team.stand(Standing.LEAVING if self._life is not None else Standing.AWAY, reason)
         self._restart_reason = None
         already = self._state is State.STOPPING
+        hurry = already and is_asked_here and self._is_asked_to_stop
+        self._is_asked_to_stop |= is_asked_here
         self._move(Trigger.STOP_ASKED, self._reason if already else reason)
         if self._state is State.STOPPED:
             self._error = None
             self._emit("stopped", reason=reason)
         if self._life is not None:
-            self._life.ask_to_stop(hurry=already)
+            self._life.ask_to_stop(hurry=hurry)
 
     async def stop(self, reason: str) -> None:
         with contextlib.suppress(TimeoutError):
@@ -507,7 +507,7 @@ class Supervisor:
                 f"there is nothing to resume: the job is {self._state}", "Only a job that is halted or drained can be."
             )
         self._move(Trigger.RESUME_ASKED, "asked to resume")
-        self._failures.clear()
+        self._failures.forget()
         self._error = None
 
     async def restart(self, reason: str) -> None:

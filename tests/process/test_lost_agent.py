@@ -1,4 +1,4 @@
-"""An agent that ends by itself, before it has ranks: whose failure that is depends on the other nodes."""
+"""Whose failure it is: an agent that ends before it has ranks, and ends that every node blames on another one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from elastictrain.config.schema import JobConfig
 from elastictrain.core.lifecycle import State
-from elastictrain.protocol import BOARD_FILE, RUNS_DIR, Group, StopBoard
+from elastictrain.protocol import BOARD_FILE, EXITS_FILE, RUNS_DIR, ErrorReport, Group, StopBoard, write_json
 from elastictrain.supervisor.incarnation import Incarnation
 from elastictrain.supervisor.supervisor import Supervisor
 from elastictrain.supervisor.team import Alone, Assignment
@@ -67,3 +67,37 @@ def test_whose_failure_it_is(tmp_path: Path, others_ended: bool) -> None:
     ends = [fields for kind, fields in kept.events if kind == "incarnation_ended"]
     assert [end["kind"] for end in ends] == ["" if others_ended else "agent", ""]
     assert "on another node" in ends[0]["cause"] or not others_ended
+
+
+class NeverMeets(Incarnation):
+    """Ends as where no rank reaches any other: each takes it for another one's failure."""
+
+    def command(self) -> list[str]:
+        report = ErrorReport(0, "WorkerFailedError", "a collective failed: no route", "", 70, 0, secondary=True)
+        report.write(self.run_dir)
+        write_json(self.run_dir / EXITS_FILE, {0: {"pid": 1, "exit_code": 70}})
+        return [sys.executable, "-c", "raise SystemExit(1)"]
+
+
+def test_what_every_node_blames_on_another_does_not_go_on_for_ever(tmp_path: Path) -> None:
+    kept = Kept()
+    config = CONFIG.model_copy(
+        update={"supervisor": CONFIG.supervisor.model_copy(update={"max_failures": 2, "same_step_failures": 100})}
+    )
+
+    def prepare(_assignment: Assignment) -> Incarnation:
+        number = kept.kinds().count("incarnation_ended") + 1
+        run_dir = tmp_path / RUNS_DIR / f"{number:04d}"
+        run_dir.mkdir(parents=True)
+        StopBoard.create(run_dir / BOARD_FILE)
+        return NeverMeets(run_dir, number, 1, Group("nobody", node=1, num_nodes=2, world_size=2))
+
+    supervisor = Supervisor(config, prepare, state_dir=tmp_path, team=Others(True), sink=kept)
+    ending = asyncio.run(supervisor.run())
+    assert ending.state is State.HALTED
+    kinds = [fields["kind"] for kind, fields in kept.events if kind == "incarnation_ended"]
+    # As many as another node with failures of its own could have had, and then as many as are borne here, and one.
+    assert kinds == [""] * 3 + ["collective failed"] * 3
+    assert "no node has failed" in ending.reason
+    assert ending.error is not None
+    assert "GLOO_SOCKET_IFNAME" in ending.error.hint

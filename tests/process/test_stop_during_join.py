@@ -67,3 +67,36 @@ def test_it_takes_back_that_the_next_worker_group_finds_the_state_in_memory(
     assert board.asked
     assert not board.is_passing_on
     board.close()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_stop_that_was_heard_from_another_node_is_no_first_one(tmp_path: Path, times: int) -> None:
+    """Who stops the job on all nodes, one after the other, has asked each of them once."""
+    run_dir = tmp_path / RUNS_DIR / "0001"
+    run_dir.mkdir(parents=True)
+    (tmp_path / "plan.json").write_text(json.dumps({"steps": 100_000, "faults": []}))
+    StopBoard.create(run_dir / BOARD_FILE)
+    board = StopBoard(run_dir / BOARD_FILE)
+    hurries: list[bool] = []
+    tasks: list[asyncio.Task[None]] = []
+
+    async def stop_everywhere() -> None:
+        supervisor.stop_with_all("enough")
+        for _ in range(times):
+            await supervisor.stop("enough")
+            hurries.append(board.hurry)
+
+    class Told(Kept):
+        def append(self, kind: str, fields: Any) -> None:
+            super().append(kind, fields)
+            if kind == "ranks_training":
+                tasks.append(asyncio.get_running_loop().create_task(stop_everywhere()))
+
+    def prepare(_assignment: Assignment) -> Incarnation:
+        return Played(run_dir, 1, 1, Group("first"))
+
+    supervisor = Supervisor(CONFIG, prepare, state_dir=tmp_path, team=Others(False), sink=Told())
+    ending = asyncio.run(supervisor.run())
+    assert ending.state is State.STOPPED
+    assert hurries == [False, True][:times]
+    board.close()

@@ -22,6 +22,7 @@ from elastictrain.kv.client import EtcdClient, EtcdLeaseGoneError, EtcdUnavailab
 from elastictrain.supervisor.links import ATTEMPT_S, Links
 from elastictrain.supervisor.muster import STOPPING_S, Muster, Self
 from elastictrain.supervisor.shared_keys import decode_plan
+from elastictrain.supervisor.store_process import StoreProcess
 from elastictrain.supervisor.team import Assignment
 
 STORE = "store"
@@ -179,6 +180,20 @@ class _Client:
         return lease in self._store.living_leases
 
 
+class _Served:
+    """The store, by the node that serves it: it goes when that one takes leave."""
+
+    pid = None
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None:
+        self._world.store.is_up = False
+
+
 class _Listener:
     _ports = itertools.count(20_000)
 
@@ -271,7 +286,7 @@ class Node:
             store_timeout_s=STORE_TIMEOUT_S,
             lineage=Lineage("run", None, has_begun=disk.has_begun),
             last_number=disk.number,
-            store=None,
+            store=cast("StoreProcess", _Served(world)) if world.store_of == name else None,
             emit=lambda kind, **fields: self.events.append((kind, fields)),
             remembered=disk.plan,
             remember=self._remember,
@@ -294,12 +309,12 @@ class Node:
         while not self.stopped:
             if self.is_drained:
                 self.muster.stand(Standing.AWAY, "drained")
-                await asyncio.sleep(0.1)
+                await self.world.until(lambda: self._is_wanted or bool(self.stopped), limit_s=float("inf"))
                 continue
             self.muster.stand(Standing.WARMING, "starts")
             await asyncio.sleep(0.2)
             assembling = asyncio.create_task(self.muster.assemble())
-            while not assembling.done() and not self.stopped and not self.is_drained:
+            while not assembling.done() and self._is_wanted:
                 await asyncio.wait({assembling}, timeout=0.1)
             if not assembling.done():
                 assembling.cancel()
@@ -322,6 +337,17 @@ class Node:
         self.life = Life(assignment.plan, now_s, now_s)
         await self.life.ended.wait()
         self.life = None
+
+    @property
+    def _is_wanted(self) -> bool:
+        return not self.is_drained and not self.stopped
+
+    def drain(self) -> None:
+        self.is_drained = True
+        if self.life is not None:
+            self.stop_ranks("asked to drain")
+        else:
+            self.muster.stand(Standing.AWAY, "asked to drain")
 
     # ---- orders
 
@@ -370,10 +396,12 @@ class World:
 
     Args:
         names: of the nodes.
+        store_of: the one that serves the store; "" for none of them.
     """
 
-    def __init__(self, names: Sequence[str], **bounds: int) -> None:
+    def __init__(self, names: Sequence[str], *, store_of: str = "", **bounds: int) -> None:
         self.names = tuple(names)
+        self.store_of = store_of
         self.bounds = Bounds(
             min_nodes=bounds.get("min_nodes", 1),
             max_nodes=bounds.get("max_nodes", len(names)),
@@ -391,6 +419,8 @@ class World:
         self.nodes: dict[str, Node] = {}
         self.dead: list[Node] = []
         self.plans: dict[int, str] = {}
+        self.on_first_plan: Callable[[Plan], None] = lambda _plan: None
+        """Is called once, while whoever has written it has yet to hear that it is written."""
         self.num_steps = 0
         self.last_number = 0
         self.log: list[str] = []
@@ -485,6 +515,8 @@ class World:
     # ---- what is checked
 
     def on_plan(self, plan: Plan) -> None:
+        if not self.plans:
+            self.on_first_plan(plan)
         if self.plans.setdefault(plan.number, plan.attempt) != plan.attempt:
             self.wrong.append(f"number {plan.number} twice")
 
@@ -554,11 +586,11 @@ class World:
         return other.life is None or other.life.plan.attempt != node.life.plan.attempt
 
 
-def play(names: Sequence[str], play_it: Callable[[World], Any], **bounds: int) -> None:
+def play(names: Sequence[str], play_it: Callable[[World], Any], *, store_of: str = "", **bounds: int) -> None:
     """Runs a coroutine in a world of its own."""
 
     async def main() -> None:
-        world = World(names, **bounds)
+        world = World(names, store_of=store_of, **bounds)
         try:
             await play_it(world)
         except AssertionError as error:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from elastictrain.core.membership import LONGEST_WARMING_S, Standing
 from elastictrain.supervisor import links, muster
 from tests.unit.muster_world import STORE, STORE_TIMEOUT_S, PlayedLinks, World, fake_listen, play
 
@@ -171,13 +172,91 @@ def test_a_node_that_drains_leaves_the_others_to_it() -> None:
     async def it(world: World) -> None:
         world.boot("a", "b")
         await world.train_together("a", "b")
-        world.nodes["a"].is_drained = True
-        world.nodes["a"].stop_ranks("asked to drain")
+        world.nodes["a"].drain()
         await world.train_together("b", limit_s=10.0)
         world.nodes["a"].is_drained = False
         await world.train_together("a", "b", limit_s=10.0)
 
     play("ab", it)
+
+
+@pytest.mark.parametrize("who", ["who writes it", "another member"])
+def test_a_node_that_is_drained_before_it_hears_of_its_plan_is_not_waited_for(who: str) -> None:
+    async def it(world: World) -> None:
+        name = {"who writes it": "a", "another member": "b"}[who]
+        (other,) = {"a", "b"} - {name}
+        world.on_first_plan = lambda _plan: world.nodes[name].drain()
+        world.boot("a", "b")
+        await world.train_together(other)
+        world.nodes[name].is_drained = False
+        await world.train_together("a", "b", limit_s=10.0)
+
+    play("ab", it)
+
+
+def test_a_drained_node_hears_of_the_end_before_the_store_goes_with_the_node_that_serves_it() -> None:
+    async def it(world: World) -> None:
+        world.boot("a", "b")
+        await world.train_together("a", "b")
+        world.nodes["b"].drain()
+        await world.train_together("a")
+        last = world.nodes["a"].muster
+        assert await last.finish()
+        await last.close()
+        assert not world.store.is_up
+        await world.until(world.nodes["b"].task.done, limit_s=20.0)
+        assert world.nodes["b"].completed
+
+    play("ab", it, store_of="a")
+
+
+def test_who_has_done_the_last_step_waits_for_rank_zero_while_the_store_is_away() -> None:
+    """Rank zero may still be writing, and fail."""
+
+    async def it(world: World) -> None:
+        world.boot("a", "b")
+        await world.train_together("a", "b")
+        world.store.is_up = False
+        finishing = asyncio.create_task(world.nodes["b"].muster.finish())
+        await asyncio.sleep(STORE_TIMEOUT_S / 2)
+        assert not finishing.done()
+        world.kill("a")
+        world.store.is_up = True
+        assert not await finishing, "there is more to do"
+
+    play("ab", it)
+
+
+def test_nobody_begins_anew_what_is_about_to_be_complete() -> None:
+    async def it(world: World) -> None:
+        world.boot("a", "c")
+        await world.train_together("a")
+        keeper = world.nodes["a"].muster
+        keeper.stand(Standing.DONE, "all its steps are done")
+        await asyncio.sleep(20.0)
+        assert "about to be complete" in world.nodes["c"].muster.waits_for
+        assert await keeper.finish()
+        await world.until(world.nodes["c"].task.done)
+        assert world.nodes["c"].completed
+        assert world.last_number == 1
+
+    play("ac", it, max_nodes=1)
+
+
+def test_a_node_in_reserve_does_not_take_over_while_a_member_is_getting_ready() -> None:
+    """However long it has been ready: what counts is how long the member has been getting ready."""
+
+    async def it(world: World) -> None:
+        world.boot("a", "c")
+        await world.train_together("a")
+        await asyncio.sleep(LONGEST_WARMING_S)
+        member = world.nodes["a"]
+        member.abandon("as if its rank had failed")
+        await world.until(lambda: member.life is None)
+        await world.train_together("a", limit_s=10.0)
+        assert world.last_number == 2
+
+    play("ac", it, max_nodes=1)
 
 
 def test_all_stop_when_one_is_told_to_for_all() -> None:
@@ -335,9 +414,10 @@ def test_random_schedules(seed: int) -> None:
             world.store.lose_data()
         elif action == "drain" and world.nodes:
             node = world.nodes[dice.choice(sorted(world.nodes))]
-            node.is_drained = not node.is_drained
             if node.is_drained:
-                node.stop_ranks("asked to drain")
+                node.is_drained = False
+            else:
+                node.drain()
             return f"drain {node.name}: {node.is_drained}"
         return action
 

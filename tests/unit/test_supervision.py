@@ -43,6 +43,7 @@ from elastictrain.core.policy import (
     backoff_s,
     classify,
     decide,
+    none_has_failed,
 )
 from elastictrain.core.window import EpochTail, WindowPlan
 from elastictrain.errors import IllegalTransitionError
@@ -417,6 +418,18 @@ def test_no_progress_never_goes_on_for_ever(steps: list[int], jitter: float) -> 
             assert number <= BUDGET.max_failures
             return
     raise AssertionError("never halted")
+
+
+@given(st.integers(0, 100))
+def test_no_other_node_is_blamed_for_longer_than_it_can_have_failed(spacing_s: int) -> None:
+    """One with failures of its own, as often, is halted first; what was long ago does not count for either."""
+    for count in range(1, 40):
+        times_s = [float(spacing_s * number) for number in range(count)]
+        others = decided(*(failure(at_s, number % 2) for number, at_s in enumerate(times_s)), now_s=times_s[-1])
+        if none_has_failed(times_s, BUDGET, now_s=times_s[-1]):
+            assert isinstance(others, Halt)
+            return
+    assert spacing_s * (BUDGET.max_failures + 1) > BUDGET.window_s
 
 
 @given(st.integers(0, 100), st.floats(0, 0.999))
