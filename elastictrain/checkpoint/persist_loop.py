@@ -14,9 +14,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tenacity import (
     RetryCallState,
@@ -35,6 +35,10 @@ from elastictrain.checkpoint.memory_snapshot import Mappings, OpenSnapshot
 from elastictrain.checkpoint.store import Store, open_store
 from elastictrain.core.retention import Condition, Kept, superfluous
 from elastictrain.errors import BusyError, ElasticTrainError, FencedError, SnapshotError, StorageError
+from elastictrain.protocol import SNAPSHOTS_DIR
+
+if TYPE_CHECKING:
+    from elastictrain.config.schema import CheckpointConfig
 
 PROGRESS_INTERVAL_S = 5.0
 """Between two words about a snapshot that takes long to be written."""
@@ -72,6 +76,27 @@ class PersisterSettings:
     first_pause_s: float = 0.5
     longest_pause_s: float = 30.0
 
+    @classmethod
+    def of_job(cls, config: CheckpointConfig, state_dir: Path, fence: Fence | None) -> PersisterSettings:
+        """Those of a job.
+
+        Args:
+            config: of its snapshots.
+            state_dir: of the job, absolute.
+            fence: of the worker group, where others on other nodes may follow it.
+        """
+        return cls(
+            url=config.url or str(state_dir / SNAPSHOTS_DIR),
+            storage_options=config.storage_options,
+            verify_uploads=config.verify_uploads,
+            keep_last=config.keep_last,
+            keep_every=config.keep_every,
+            storage_timeout_s=config.storage_timeout_s,
+            lock_path=str(state_dir / "persister.lock"),
+            state_dir=str(state_dir),
+            fence=asdict(fence) if fence is not None else None,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -105,6 +130,27 @@ class Report:
     def global_step(self) -> int | None:
         parsed = parse_name(self.name)
         return parsed[0] if parsed else None
+
+    @property
+    def event(self) -> tuple[str, bool] | None:
+        """Name of the event that tells of it, and whether it is a warning; None for what is no news."""
+        match self.kind:
+            case "persisted":
+                return "snapshot_durable", False
+            case "tidied":
+                return "snapshots_deleted", False
+            case "progress":  # of one that takes long: the persister says so once in a while
+                return "snapshot_on_its_way", False
+            case "superseded" if "error" not in self.fields:
+                return None
+            case "started":
+                return None
+            case kind:
+                return f"persister_{kind}", True
+
+    @property
+    def event_fields(self) -> dict[str, Any]:
+        return self.fields if self.kind == "tidied" else {"at_step": self.global_step, **self.fields}
 
 
 class PersistLoop:

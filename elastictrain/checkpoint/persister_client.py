@@ -77,9 +77,9 @@ class Persister:
         in_process: bool | None = None,
     ) -> None:
         # What vanishes with this process is nothing that a later start could rely on.
-        self._settings = replace(settings, state_dir="") if _is_own_memory(settings) else settings
+        self._settings = replace(settings, state_dir="") if is_own_memory(settings) else settings
         self._on_report = on_report
-        self._in_process = _is_own_memory(settings) if in_process is None else in_process
+        self._in_process = is_own_memory(settings) if in_process is None else in_process
         self._changed = threading.Condition()
         self._status = PersisterStatus()
         self._pending: Request | None = None
@@ -289,6 +289,9 @@ class Persister:
                 case "stalled":
                     text = f"the store moved nothing for {report.fields['seconds']} s"
                     self._status = replace(self._status, last_error=text)
+                case "waiting_for_other":
+                    text = "the persister of an earlier worker group is at work still"
+                    self._status = replace(self._status, last_error=self._status.last_error or text)
                 case "restarting":
                     text = f"the persister ended with exit code {report.fields['exit_code']}"
                     self._status = replace(self._status, last_error=self._status.last_error or text)
@@ -305,7 +308,7 @@ def _plain(settings: PersisterSettings) -> dict[str, Any]:
     return dict(settings.storage_options)
 
 
-def _is_own_memory(settings: PersisterSettings) -> bool:
+def is_own_memory(settings: PersisterSettings) -> bool:
     """Whether the store would vanish with the process that writes it."""
     protocol = settings.url.partition("://")[0]
     return protocol == "memory" or (

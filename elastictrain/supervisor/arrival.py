@@ -130,6 +130,9 @@ class Arrival:
         assert self._team is not None
         return await self._team.finish()
 
+    def is_first_left(self) -> bool:
+        return self._team is not None and self._team.is_first_left()
+
     async def stop_all(self, reason: str) -> None:
         if self._team is not None:
             await self._team.stop_all(reason)

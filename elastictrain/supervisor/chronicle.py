@@ -50,6 +50,13 @@ SHOWN = {
     "halted": "error",
     "drained": "info",
     "stopped": "info",
+    "snapshot_durable": "info",
+    "snapshot_on_its_way": "info",
+    "snapshot_not_durable": "warning",
+    "persister_retrying": "warning",
+    "persister_stalled": "warning",
+    "persister_failed": "warning",
+    "persister_fenced": "warning",
 }
 """Events of the supervisor that whoever watches the run should see, and how loud they are."""
 

@@ -271,6 +271,13 @@ class Muster:
             return True  # it has gone on without this node, which was cut off for long
         return keeper in {lost.node for lost in lost_members(plan, self._seen.living, self._me.node)}
 
+    def is_first_left(self) -> bool:
+        plan = self._plan.newest
+        place = plan.place_of(self._me.node) if plan is not None else None
+        if plan is None or place is None:
+            return False
+        return {member.node for member in plan.members[:place]}.isdisjoint(node.node for node in self._seen.living)
+
     async def stop_all(self, reason: str) -> None:
         asked: Plan | None = None
 

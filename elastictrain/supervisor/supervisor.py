@@ -36,6 +36,7 @@ from elastictrain.supervisor.life import Life, LifeEnd
 from elastictrain.supervisor.output import Event, Line
 from elastictrain.supervisor.remembered import Said
 from elastictrain.supervisor.settings import budget_of
+from elastictrain.supervisor.settling import Settled, settle
 from elastictrain.supervisor.team import Alone, Assignment, Team
 
 _T = TypeVar("_T")
@@ -122,6 +123,9 @@ class Supervisor:
         earlier = self._past.counted(time.monotonic())
         self._failures = Failures(earlier, budget_of(config), self._said.samples_in_step)
         self._snapshot_wanted = False
+        self._left: Path | None = None
+        """Folder of the last worker group, where that has left its last step in memory, for the next one."""
+        self._hurries = False
         self._is_complete_elsewhere = False
         self._launcher = Launcher(
             state_dir, fork=config.elastic.fast_restart, grace_s=config.supervisor.teardown_timeout_s
@@ -148,7 +152,9 @@ class Supervisor:
         try:
             await self._team.open(self)
             while self._state not in lifecycle.FINAL:
-                if self._state is State.HALTED and not (self._stay_up and self._has_trained):
+                if self._state is State.HALTED:
+                    await self._settle(State.HALTED, State.DRAINED, State.STOPPED)
+                if self._has_given_up:
                     break
                 if self._state in (State.HALTED, State.DRAINED):
                     self._team.stand(Standing.AWAY, self._reason)
@@ -162,11 +168,15 @@ class Supervisor:
             await self._launcher.close()
         return Ending(self._state, self._reason, self._outcome, self._error)
 
+    @property
+    def _has_given_up(self) -> bool:
+        return self._state is State.HALTED and not (self._stay_up and self._has_trained)
+
     async def _live_once(self) -> None:
         """One worker group, and what follows from its end."""
         assignment = await self._assemble()
         if assignment is None:  # told to stop meanwhile
-            self._ended_on_request(None)
+            await self._ended_on_request(None)
             return
         try:
             incarnation = await asyncio.to_thread(self._prepare, assignment)
@@ -181,7 +191,7 @@ class Supervisor:
             return
         if self._state not in lifecycle.RUNNING:  # told to stop meanwhile
             incarnation.close()
-            self._ended_on_request(None)
+            await self._ended_on_request(None)
             return
         if self._early_abandon:
             incarnation.close()
@@ -208,6 +218,8 @@ class Supervisor:
             end = await self._life.run()
         finally:
             self._life = None
+        is_over = end.outcome is not None and (end.outcome["complete"] or self._state in lifecycle.ENDING)
+        self._left = None if is_over else incarnation.run_dir
         await self._after_life(end, incarnation)
 
     def _own_children(self) -> frozenset[int]:
@@ -247,7 +259,7 @@ class Supervisor:
             self._emit("completed", global_step=end.reached_step)
         elif self._state in lifecycle.ENDING:
             self._chronicle.ended(end, self._reason, None)
-            self._ended_on_request(outcome)
+            await self._ended_on_request(outcome)
         elif self._restart_reason is not None:
             reason, self._restart_reason = self._restart_reason, None
             self._chronicle.ended(end, reason, None)
@@ -312,15 +324,32 @@ class Supervisor:
         finally:
             task.cancel()
 
-    def _ended_on_request(self, outcome: dict[str, Any] | None) -> None:
+    async def _ended_on_request(self, outcome: dict[str, Any] | None) -> None:
         if self._is_complete_elsewhere:
-            self._error = None
-            self._move(Trigger.GROUP_COMPLETED, "all steps are done, on other nodes")
-            self._emit("completed", reason=self._reason)
+            self._completed_elsewhere()
             return
-        reason = outcome["reason"] if outcome is not None else f"{self._reason}, before there was anything new to keep"
+        settled = await self._settle(*lifecycle.ENDING) if outcome is None else None
+        reason = outcome["reason"] if outcome is not None else f"{self._reason}, {settled or 'nothing new to keep'}"
         self._move(Trigger.GROUP_ENDED, reason)
         self._emit("drained" if self._state is State.DRAINED else "stopped", reason=reason)
+
+    def _completed_elsewhere(self) -> None:
+        self._error = None
+        self._move(Trigger.GROUP_COMPLETED, "all steps are done, on other nodes")
+        self._emit("completed", reason=self._reason)
+
+    async def _settle(self, *states: State) -> Settled | None:
+        """No worker group follows, at least for now: what the last one has left in memory is made durable, while the
+        state is one of these."""
+        left, self._left = self._left, None
+        if left is None or not self._team.is_first_left():
+            return None
+        deadline_s = time.monotonic() + self._config.checkpoint.preempt_deadline_s
+
+        def may_wait() -> bool:
+            return self._state in states and not self._hurries and time.monotonic() < deadline_s
+
+        return await settle(left, self._config, may_wait=may_wait, emit=self._emit)
 
     # ---- failures
 
@@ -347,7 +376,7 @@ class Supervisor:
             self._team.stand(Standing.WARMING, f"{self._reason}; it pauses")
             await self._wait_for_change(self._delay_s)
         if self._state in lifecycle.ENDING:
-            self._ended_on_request(None)
+            await self._ended_on_request(None)
 
     # ---- states and events
 
@@ -427,7 +456,7 @@ class Supervisor:
     def complete_with_all(self) -> None:
         self._is_complete_elsewhere = True
         if self._state in (State.DRAINED, State.HALTED):
-            self._ended_on_request(None)
+            self._completed_elsewhere()
         elif self._state not in lifecycle.ENDING:
             self._stop("the job is complete, on all nodes", is_asked_here=False)
 
@@ -452,6 +481,7 @@ class Supervisor:
         already = self._state is State.STOPPING
         hurry = already and is_asked_here and self._is_asked_to_stop
         self._is_asked_to_stop |= is_asked_here
+        self._hurries |= hurry
         self._move(Trigger.STOP_ASKED, self._reason if already else reason)
         if self._state is State.STOPPED:
             self._error = None

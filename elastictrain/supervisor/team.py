@@ -89,6 +89,10 @@ class Team(Protocol):
         """All ranks of this node have done the last step: waits until the job is done. False if it must go on, since
         the last snapshot could not be kept."""
 
+    def is_first_left(self) -> bool:
+        """Whether none of the nodes that come before this one in the last worker group lives: one of several acts for
+        all that were in it."""
+
     async def stop_all(self, reason: str) -> None:
         """Asks all nodes to stop."""
 
@@ -115,6 +119,9 @@ class Alone:
         return False
 
     async def finish(self) -> bool:
+        return True
+
+    def is_first_left(self) -> bool:
         return True
 
     async def stop_all(self, reason: str) -> None: ...

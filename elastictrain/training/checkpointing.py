@@ -7,7 +7,7 @@ read its node's memory tier at a start. Every rank can write into it when it fai
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
 
@@ -17,6 +17,7 @@ from elastictrain import __version__
 from elastictrain.checkpoint.durable_note import DurableNote
 from elastictrain.checkpoint.fence import Fence
 from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
+from elastictrain.checkpoint.node_tiers import NodeTiers
 from elastictrain.checkpoint.persist_loop import PersisterSettings, Report
 from elastictrain.checkpoint.persister_client import Persister
 from elastictrain.checkpoint.secrets import redact_url
@@ -28,7 +29,6 @@ from elastictrain.errors import SnapshotError, StorageError
 from elastictrain.logs import Logger
 from elastictrain.protocol import SNAPSHOTS_DIR, RunSpec, SnapshotSource
 from elastictrain.training.memory_return import give_back, is_stored
-from elastictrain.training.node_tiers import NodeTiers
 from elastictrain.training.parting import Parted, Parting
 from elastictrain.training.restore import Lookup, Restored, Restorer
 from elastictrain.training.scratch import scratch_folder
@@ -212,18 +212,10 @@ class Checkpointing:
     def _begin_snapshots(self, state: TrainingState, restored: Restored | None, first_step: int) -> Snapshotter:
         config = self._config
         self._persister = Persister(
-            PersisterSettings(
-                url=self._url,
-                storage_options=config.storage_options,
-                verify_uploads=config.verify_uploads,
-                keep_last=config.keep_last,
-                keep_every=config.keep_every,
-                storage_timeout_s=config.storage_timeout_s,
-                lock_path=str(Path(self._spec.state_dir) / "persister.lock"),
-                state_dir=self._spec.state_dir,
-                fence=asdict(Fence(self._spec.run_id, self._spec.incarnation, self._spec.group.attempt))
-                if self._has_peers
-                else None,
+            PersisterSettings.of_job(
+                config,
+                Path(self._spec.state_dir),
+                Fence(self._spec.run_id, self._spec.incarnation, self._spec.group.attempt) if self._has_peers else None,
             ),
             self._reported,
         )
@@ -248,19 +240,9 @@ class Checkpointing:
         return snapshotter
 
     def _reported(self, report: Report) -> None:
-        match report.kind:
-            case "persisted":
-                self._log.info("snapshot_durable", at_step=report.global_step, **report.fields)
-            case "tidied":
-                self._log.info("snapshots_deleted", **report.fields)
-            case "superseded" if "error" in report.fields:
-                self._log.warning("persister_superseded", at_step=report.global_step, **report.fields)
-            case "progress":  # of one that takes long: the persister says so once in a while
-                self._log.info("snapshot_on_its_way", at_step=report.global_step, **report.fields)
-            case "started" | "superseded":
-                pass
-            case _:
-                self._log.warning(f"persister_{report.kind}", at_step=report.global_step, **report.fields)
+        match report.event:
+            case name, is_warning:
+                (self._log.warning if is_warning else self._log.info)(name, **report.event_fields)
 
     # ---- the end
 
