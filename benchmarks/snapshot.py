@@ -9,7 +9,7 @@ over the rounds), and in the same round one plain write with fsync, one plain re
 - **stall**: how long training stands still for a snapshot. *nothing to hide behind* asks for the optimizer step right
   after; *beside compute* does a forward and backward pass in between that lasts longer than the copy, with a core
   free. `torch.save` and `dcp.save` write where training waits; `dcp.async_save` has a reused stager and is timed until
-  it gives the state back.
+  it gives the state back. *first* and *second* are the first two of a life, whose memory is not there when it begins.
 - **durable**: from the beginning of the snapshot until it is in the durable tier, verified, fsynced.
 - **restore**: finding, verifying and taking over the newest snapshot of the durable tier; from the disk (nothing in the
   page cache) and from the page cache, each against plain reads of the same files in the same condition.
@@ -47,6 +47,9 @@ from elastictrain.checkpoint.persist_loop import PersisterSettings
 from elastictrain.checkpoint.persister_client import Persister
 from elastictrain.checkpoint.store import open_store
 from elastictrain.training.restore import Lookup, Restorer
+
+FIRST_AT_STEP = 5
+"""When the first snapshot of a life is measured."""
 
 
 def seconds(action: Callable[[], Any]) -> float:
@@ -104,6 +107,8 @@ def measure(args: argparse.Namespace, disk: Path, memory: Path) -> tuple[Figures
         del slot
     async_save(state, disk / "warm", stager)
     target.fill(2)
+    for _ in range(args.rounds):
+        measure_first(run, memory, figures)
     for number in range(args.rounds):
         os.sync()  # the kernel is done with what the peers have written: it takes a core and memory bandwidth
         run.compute()
@@ -135,6 +140,23 @@ def measure(args: argparse.Namespace, disk: Path, memory: Path) -> tuple[Figures
         run, disk, memory, num_rounds=args.segments, num_steps=args.steps, num_threads=args.threads
     )
     return figures, segments
+
+
+def measure_first(run: Run, memory: Path, figures: Figures) -> None:
+    """The first two snapshots of a life, in memory that is not there when it begins: the steps before the first are
+    the time in which it is had."""
+    with tempfile.TemporaryDirectory(dir=memory) as root:
+        ours = snapshotter_for(run, Path(root), None)
+        for _ in range(FIRST_AT_STEP):
+            run.step(ours.before_change)
+            ours.due(0)
+        for name in ("ours, first", "ours, second"):
+            before_s = ours.stall_s
+            ours.take()
+            run.step(ours.before_change, compute=False)
+            figures.add(name, ours.stall_s - before_s)
+            ours.wait_committed()
+        ours.close()
 
 
 def torch_save(state: Any, path: Path) -> None:
@@ -239,6 +261,8 @@ def report(figures: Figures, segments: list[Segment]) -> dict[str, Any]:
         "memcpy": [
             "ours, nothing to hide behind",
             "ours, beside compute",
+            "ours, first",
+            "ours, second",
             "torch.save",
             "dcp.save",
             "dcp.async_save",
@@ -276,6 +300,8 @@ def goals_of(result: dict[str, Any], segments: list[Segment]) -> list[Goal]:
         Goal(
             "stall, nothing to hide behind / memcpy, worst", result["ours, nothing to hide behind"]["worst_ratio"], 1.2
         ),
+        Goal("stall of the first snapshot / memcpy, worst", result["ours, first"]["worst_ratio"], 1.2),
+        Goal("stall of the second snapshot / memcpy, worst", result["ours, second"]["worst_ratio"], 1.2),
         Goal("time to durable / plain write", result["ours, durable"]["ratio"], 1.2),
         Goal("restore / plain read", result["ours, restore"]["ratio"], 1.5),
         Goal("restore, cached / plain read, cached", result["ours, restore, cached"]["ratio"], 1.5),

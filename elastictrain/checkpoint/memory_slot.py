@@ -1,7 +1,7 @@
 """One slot of the memory tier as its writer holds it: a folder, its lock, the files and their mappings.
 
 Mappings are kept from one snapshot to the next: the kernel gives each page once, and from then on a snapshot is a
-memory copy.
+memory copy. Where there is time before the first one, the pages are had beforehand (`make_room`).
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastictrain.checkpoint import faults, safefs
 from elastictrain.checkpoint.format import MANIFEST_FILE, Layout
 from elastictrain.checkpoint.memory_snapshot import LOCK_FILE, UNUSED_FILE
+from elastictrain.checkpoint.pages import allocate, always, map_populated
 from elastictrain.errors import MemoryTierError, UnsafePathError
 
 
@@ -81,6 +81,55 @@ class Slot:
             self._give_back()  # half a slot only takes room
             raise no_room(error, self.path) from error
 
+    def make_room(self, layouts: Mapping[str, Layout], size_bytes: int, go_on: Callable[[], bool]) -> bool:
+        """Does beforehand what takes long in `prepare`, and takes nothing away: a slot that holds a snapshot keeps it,
+        and has its files mapped as far as they are of the right size. Without the lock; what is in the slot by then
+        decides.
+
+        Args:
+            layouts: of the snapshot to come.
+            size_bytes: of all of them.
+            go_on: asked again and again; once it says no, this returns.
+
+        Returns:
+            whether the files are there and mapped.
+
+        Raises:
+            MemoryTierError, UnsafePathError: as in `prepare`. The room taken is given back.
+        """
+        if not self._holds_snapshot() and self.lock():
+            if self._holds_snapshot():  # somebody has committed it just now
+                self.unlock()
+            else:
+                try:
+                    return self._make_files(layouts, size_bytes, go_on)
+                finally:
+                    self.unlock()
+        for name, layout in layouts.items():
+            with contextlib.suppress(FileNotFoundError):
+                status = os.stat(name, dir_fd=self.folder_fd, follow_symlinks=False)
+                if status.st_size == layout.size_bytes and not self._is_mapped(name, layout):
+                    with safefs.closing(safefs.open_file(self.folder_fd, name, self.path, os.O_RDWR)) as fd:
+                        self._map_file(name, layout, fd, go_on)
+        return all(self._is_mapped(name, layout) for name, layout in layouts.items())
+
+    def _make_files(self, layouts: Mapping[str, Layout], size_bytes: int, go_on: Callable[[], bool]) -> bool:
+        """In a locked slot without a snapshot. The mark goes first: whoever is killed over this has lost nothing."""
+        try:
+            self._check_space(size_bytes)
+            os.close(safefs.open_file(self.folder_fd, UNUSED_FILE, self.path, os.O_WRONLY | os.O_CREAT))
+            return self._make_and_map(layouts, {LOCK_FILE, UNUSED_FILE}, go_on)
+        except OSError as error:
+            self._give_back()
+            raise no_room(error, self.path) from error
+
+    def _holds_snapshot(self) -> bool:
+        try:
+            os.stat(MANIFEST_FILE, dir_fd=self.folder_fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
     def give_up(self) -> None:
         """Unlocks it without a snapshot. Its files stay, with the pages they have; a mark beside them says that nobody
         was killed over them."""
@@ -114,27 +163,43 @@ class Slot:
 
     def _map(self, layouts: Mapping[str, Layout]) -> None:
         """Makes the slot's files, and only those, and maps them."""
-        keep = {*layouts, LOCK_FILE}
+        self._make_and_map(layouts, {LOCK_FILE}, always)
+        for name, layout in layouts.items():
+            self.views[name][: len(layout.header)] = layout.header
+        self.layouts = {name: self.layouts[name] for name in layouts}
+        self.views = {name: self.views[name] for name in layouts}
+
+    def _make_and_map(self, layouts: Mapping[str, Layout], beside: set[str], go_on: Callable[[], bool]) -> bool:
+        """The files, with nothing but `beside` beside them; no content. False if it was told not to go on."""
+        keep = {*layouts, *beside}
         for name in os.listdir(self.folder_fd):  # noqa: PTH208 - through a descriptor
             if name not in keep:
                 os.unlink(name, dir_fd=self.folder_fd)
         for name in [name for name in self.views if name not in layouts]:
             self.forget(name)
         for name, layout in layouts.items():
-            known = self.layouts.get(name)
-            if known is None or known.header != layout.header or not self._is_same_file(name, layout.size_bytes):
-                self.forget(name)
+            if not self._is_mapped(name, layout):
                 fd = safefs.open_file(self.folder_fd, name, self.path, os.O_RDWR | os.O_CREAT)
                 with safefs.closing(fd):
                     os.ftruncate(fd, layout.size_bytes)
                     # Pages are given here: a full tmpfs shows as an error now, not as SIGBUS in the copy.
-                    os.posix_fallocate(fd, 0, layout.size_bytes)
-                    mapping = mmap.mmap(fd, layout.size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-                    self.inodes[name] = os.fstat(fd).st_ino
-                self.layouts[name], self.views[name] = layout, memoryview(mapping)
-            self.views[name][: len(layout.header)] = layout.header
-        self.layouts = {name: self.layouts[name] for name in layouts}
-        self.views = {name: self.views[name] for name in layouts}
+                    if not allocate(fd, layout.size_bytes, go_on) or not self._map_file(name, layout, fd, go_on):
+                        return False
+        return True
+
+    def _map_file(self, name: str, layout: Layout, fd: int, go_on: Callable[[], bool]) -> bool:
+        """Maps a file that has its size. False if it was told not to go on."""
+        self.forget(name)
+        view = map_populated(fd, layout.size_bytes, go_on)
+        if view is None:
+            return False
+        self.inodes[name] = os.fstat(fd).st_ino
+        self.layouts[name], self.views[name] = layout, view
+        return True
+
+    def _is_mapped(self, name: str, layout: Layout) -> bool:
+        known = self.layouts.get(name)
+        return known is not None and known.header == layout.header and self._is_same_file(name, layout.size_bytes)
 
     def _is_same_file(self, name: str, size_bytes: int) -> bool:
         """Whether the mapped file is still the one in the folder, at full size."""

@@ -22,15 +22,16 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from elastictrain.checkpoint import faults, safefs
 from elastictrain.checkpoint.format import MANIFEST_FILE, Damage, Layout, Manifest, damage_of, digest
 from elastictrain.checkpoint.memory_slot import Slot, allocated_bytes, empty, free_bytes, is_abandoned, mib, no_room
 from elastictrain.checkpoint.memory_snapshot import LOCK_FILE, MemorySnapshot
-from elastictrain.checkpoint.slot_writer import SlotWriter
+from elastictrain.checkpoint.slot_writer import SlotFiles, SlotWriter
 from elastictrain.errors import MemoryTierError, SnapshotError
 
 MAX_SLOTS = 3
@@ -130,6 +131,37 @@ class MemoryTier:
             slot.give_up()
             raise
         return SlotWriter(slot, self._committed)
+
+    def make_room(self, layouts: Mapping[str, Layout], go_on: Callable[[int], bool]) -> Iterator[SlotFiles]:
+        """Has the pages of the next two snapshots allocated and mapped beforehand, which takes several times as long as
+        a copy. Complete snapshots are unharmed. In any thread, but nothing else may be asked of this tier meanwhile.
+
+        Args:
+            layouts: of their files.
+            go_on: asked again and again, with the number of slots that are ready; once it says no, this ends.
+
+        Yields:
+            the files of each slot that is ready.
+
+        Raises:
+            MemoryTierError: no room. It is for `begin` to say so: by then there may be some.
+            UnsafePathError: a folder or file is a link or somebody else's.
+        """
+        size_bytes = sum(layout.size_bytes for layout in layouts.values())
+        if self._budget_bytes is not None and 2 * size_bytes > self._budget_bytes:
+            return
+        try:
+            snapshots = self.snapshots()
+            held = {snapshot.path.name: place for place, snapshot in enumerate(snapshots)}
+            num_ready = 0
+            # In the order in which `begin` takes them.
+            for name in sorted(("slot-0", "slot-1"), key=lambda name: -held.get(name, len(snapshots))):
+                slot = self._slot(name)
+                if slot.make_room(layouts, size_bytes, partial(go_on, num_ready)):
+                    num_ready += 1
+                    yield SlotFiles(slot)
+        except OSError as error:
+            raise no_room(error, self.root) from error
 
     @contextlib.contextmanager
     def alone(self, timeout_s: float) -> Iterator[bool]:
@@ -266,10 +298,14 @@ class MemoryTier:
             )
         return self._lock_slot(extra[0]) or Declined("storage does not keep up")
 
-    def _lock_slot(self, name: str) -> Slot | None:
+    def _slot(self, name: str) -> Slot:
         slot = self._slots.get(name)
         if slot is None:
             slot = self._slots[name] = Slot.open(self._open_root(), self.root / name)
+        return slot
+
+    def _lock_slot(self, name: str) -> Slot | None:
+        slot = self._slot(name)
         return slot if slot.lock() else None
 
     def _read_slots(self) -> _Found:

@@ -13,12 +13,25 @@ from elastictrain.checkpoint.memory_slot import Slot, no_room
 from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
 
 
-class SlotWriter:
-    """A slot that is being filled. Ends with `commit` or `abort`; forgetting both leaves the slot locked.
+class SlotFiles:
+    """The mapped files of a slot.
 
-    `buffers` maps each file's name to all its bytes, header included and already written; tensor `name` belongs at
-    `layouts[file].offsets[name]`. A buffer is the same object as at an earlier snapshot of the same slot and layout,
-    so views onto it can be kept.
+    `buffers` maps each file's name to all its bytes; tensor `name` belongs at `layouts[file].offsets[name]`. A buffer
+    is the same object as at an earlier snapshot of the same slot and layout, so views onto it can be kept.
+
+    Args:
+        slot: whose files.
+    """
+
+    def __init__(self, slot: Slot) -> None:
+        self.index = int(slot.path.name.removeprefix("slot-"))
+        self.layouts: dict[str, Layout] = dict(slot.layouts)
+        self.buffers: dict[str, memoryview] = dict(slot.views)
+
+
+class SlotWriter(SlotFiles):
+    """A slot that is being filled: its files have their headers already. Ends with `commit` or `abort`; forgetting both
+    leaves the slot locked.
 
     Args:
         slot: locked exclusively, its files made and mapped; unlocked at the end.
@@ -26,12 +39,10 @@ class SlotWriter:
     """
 
     def __init__(self, slot: Slot, on_commit: Callable[[MemorySnapshot], None]) -> None:
+        super().__init__(slot)
         self._slot = slot
         self._on_commit = on_commit
         self._ended = False
-        self.index = int(slot.path.name.removeprefix("slot-"))
-        self.layouts: dict[str, Layout] = dict(slot.layouts)
-        self.buffers: dict[str, memoryview] = dict(slot.views)
 
     def commit(
         self,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from elastictrain.checkpoint.slot_writer import SlotWriter
+from elastictrain.checkpoint.slot_writer import SlotFiles
 from elastictrain.errors import SnapshotError
 
 
@@ -24,7 +24,7 @@ class SlotViews:
         self._page_locked = page_locked
         self._views: dict[tuple[int, str], tuple[memoryview, dict[str, Tensor]]] = {}
 
-    def of(self, slot: SlotWriter, file: str, sources: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def of(self, slot: SlotFiles, file: str, sources: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Where in a file each tensor belongs, by name: their order may be another at each snapshot."""
         buffer = slot.buffers[file]
         known = self._views.get((slot.index, file))

@@ -24,7 +24,7 @@ from elastictrain.core.snapshot_interval import LastSnapshot, SnapshotSchedule, 
 from elastictrain.errors import ElasticTrainError
 from elastictrain.logs import Logger
 from elastictrain.training.snapshot_writer import Filling, Origin, SnapshotWriter, StateMovedError
-from elastictrain.training.state import TrainingState
+from elastictrain.training.state import Captured, TrainingState
 
 
 class Taken(Enum):
@@ -73,7 +73,11 @@ class Snapshotter:
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._writer = SnapshotWriter(tiers, origin, stream=stream, log=log)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
-        self._committing: Future[None] | None = None
+        self._working: Future[None] | None = None
+        """What the thread is at."""
+        self._num_slots_wanted = 0
+        """The thread is to have the memory for so many snapshots allocated, and may stop then."""
+        self._is_prepared = False
         self._filling: Filling | None = None
         """The snapshot in progress, until the state may change."""
         self.last: MemorySnapshot | None = None
@@ -86,12 +90,30 @@ class Snapshotter:
 
     def due(self, global_step: int) -> bool:
         """Whether a snapshot should be taken at this step."""
+        if not self._is_prepared:  # an optimizer has all its state after its first step only
+            self.prepare()
         return is_due(self._schedule, self._last, global_step=global_step, now_s=perf_counter(), mtbf_s=self._mtbf_s)
 
     @property
     def last_step(self) -> int:
         """The step of the newest snapshot begun, or that the run began with."""
         return self._last.global_step
+
+    def prepare(self) -> None:
+        """Has the memory of the first snapshots allocated in the thread, which takes several times as long as a copy:
+        neither training nor those snapshots are to wait for it. One that comes before that is done has to.
+
+        Raises:
+            StateValueError: the state holds what no snapshot can.
+        """
+        began_s = perf_counter()
+        self._wait_for_thread(num_slots_wanted=0)
+        captured = self._state.capture()
+        self._writer.lay_out(captured)
+        self._is_prepared = True
+        self._num_slots_wanted = 2
+        self._working = self._executor.submit(self._make_room, captured)
+        self.stall_s += perf_counter() - began_s
 
     def take(self) -> Taken:
         """Begins a snapshot of the present step.
@@ -103,7 +125,7 @@ class Snapshotter:
             StateValueError: the state holds what no snapshot can; the next one could not either.
         """
         began_s = perf_counter()
-        self.wait_committed()
+        self._wait_for_thread(num_slots_wanted=1)
         captured = self._state.capture()
         step = captured.counters.global_step
         self._writer.lay_out(captured)
@@ -118,7 +140,8 @@ class Snapshotter:
             return Taken.DECLINED
         self._filling = filling
         self._last = replace(self._last, global_step=step, ended_s=perf_counter())  # the thread's from here on
-        self._committing = self._executor.submit(self._finish, filling, began_s)
+        self._num_slots_wanted = 2
+        self._working = self._executor.submit(self._finish, filling, captured, began_s)
         self.stall_s += perf_counter() - began_s
         self.num_taken += 1
         return Taken.BEGUN
@@ -134,9 +157,7 @@ class Snapshotter:
 
     def wait_committed(self) -> MemorySnapshot | None:
         """Waits until the snapshot in progress is complete in the memory tier; returns the newest complete one."""
-        if self._committing is not None:
-            self._committing.result()
-            self._committing = None
+        self._wait_for_thread(num_slots_wanted=0)
         return self.last
 
     def hand_over(self, snapshot: MemorySnapshot) -> None:
@@ -157,7 +178,17 @@ class Snapshotter:
         self._executor.shutdown()
         self._writer.close()
 
-    def _finish(self, filling: Filling, began_s: float) -> None:
+    def _wait_for_thread(self, *, num_slots_wanted: int) -> None:
+        if self._working is not None:
+            self._num_slots_wanted = num_slots_wanted
+            self._working.result()
+            self._working = None
+
+    def _make_room(self, captured: Captured) -> None:
+        """In the thread."""
+        self._writer.make_room(captured, lambda num_ready: num_ready < self._num_slots_wanted)
+
+    def _finish(self, filling: Filling, captured: Captured, began_s: float) -> None:
         """In the thread: completes the copy, hashes, commits, hands over to the persister."""
         step = filling.global_step
         try:
@@ -180,3 +211,4 @@ class Snapshotter:
             total_s=round(perf_counter() - began_s, 6),
         )
         self.hand_over(snapshot)
+        self._make_room(captured)  # it may have come before that was done

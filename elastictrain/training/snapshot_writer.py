@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -143,6 +143,21 @@ class SnapshotWriter:
             self._layouts = {name: layout(tensors, None) for name, tensors in captured.specs().items()}
             self._forms = forms
             self._views.forget()
+
+    def make_room(self, captured: Captured, go_on: Callable[[int], bool]) -> None:
+        """Has what a snapshot needs of memory allocated before there is one. In any thread, after `lay_out`; nothing
+        else may be asked of this writer, nor of its tiers, meanwhile. What does not work here is left to `begin`.
+
+        Args:
+            captured: a state of the same form.
+            go_on: see `MemoryTier.make_room`.
+        """
+        with contextlib.suppress(OSError, ElasticTrainError):
+            for files in self._tiers[0].make_room(self._layouts, go_on):
+                # Page-locking is for the thread that computes: from another, it would disturb the capture of a graph.
+                if self._stream is None:
+                    for file, tensors in captured.files.items():
+                        self._views.of(files, file, tensors)
 
     def begin(self, captured: Captured) -> Filling | Declined:
         """Begins a snapshot: what a forward pass may change is copied, or will be before the next one.

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
+import resource
 import signal
 import stat
 import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from elastictrain.checkpoint import faults, memory_tier, safefs
@@ -444,3 +449,133 @@ def test_a_snapshot_that_is_committed_while_it_is_looked_for_what_is_left_is_not
     assert other.incomplete() == []
     monkeypatch.undo()
     assert [s.global_step for s in other.snapshots()] == [2, 1]
+
+
+# ---- memory that is had beforehand
+
+
+def always(_num_ready: int) -> bool:
+    return True
+
+
+def make_room(tier, size=1000, go_on=always):
+    return [files.index for files in tier.make_room(layouts(size), go_on)]
+
+
+def test_what_room_was_made_for_is_written_to_without_a_fault(tmp_path):
+    """Another thread has had the pages allocated and mapped; to the one that trains nothing is left but the copy."""
+    size = 1_000_000
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as shm:  # a page of a disk faults again to become dirty
+        tier = MemoryTier.for_job(Path(shm), job="job", state_dir=tmp_path)
+        with ThreadPoolExecutor() as executor:
+            ready = executor.submit(lambda: list(tier.make_room(layouts(size), always))).result()
+        assert [files.index for files in ready] == [0, 1]
+        assert tier.snapshots() == tier.incomplete() == tier.damaged() == []
+        for step, files in enumerate(ready, 1):
+            wanted = layouts(size)
+            before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+            writer = tier.begin(wanted)
+            for view in writer.buffers.values():
+                np.frombuffer(view, np.uint8)[4095 :: mmap.PAGESIZE] = 1
+            num_faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+            num_pages = sum(len(view) for view in writer.buffers.values()) // mmap.PAGESIZE
+            assert num_faults < num_pages / 10
+            assert writer.index == files.index
+            assert all(view is files.buffers[name] for name, view in writer.buffers.items()), "views onto them hold"
+            fill(writer, step, size)
+            writer.commit(job="job", run_id="0" * 8, global_step=step, versions={}, trainer=trainer(step))
+            with open_candidate(newest_first(tier, None)[0], tmp_path) as reader:
+                assert_holds(reader, size)
+        tier.close()
+
+
+def test_room_is_made_around_the_snapshots_that_are_there(tier, tmp_path):
+    write(tier, 1)
+    write(tier, 2)
+    tier.close()
+    before = {path: path.read_bytes() for path in tier.root.rglob("*") if path.is_file()}
+    assert make_room(tier) == [0, 1], "they are mapped anew"
+    with OpenSnapshot(tier.snapshots()[0].path, tier.snapshots()[0].name):
+        assert make_room(tier) == [0, 1], "also while one is read"
+    assert make_room(tier, 2000) == [], "what they hold is not given up for it"
+    assert {path: path.read_bytes() for path in tier.root.rglob("*") if path.is_file()} == before
+    tier.discard(tier.snapshots()[1])
+    assert make_room(tier, 2000) == [0]
+    assert tier.incomplete() == []
+    assert write(tier, 3, 2000).path.name == "slot-0"
+    for candidate, size in zip(newest_first(tier, None), (2000, 1000), strict=True):
+        with open_candidate(candidate, tmp_path) as reader:
+            assert_holds(reader, size)
+
+
+@pytest.mark.parametrize("num_asked", range(14))
+def test_a_snapshot_may_come_while_room_is_being_made(tier, tmp_path, num_asked):
+    """The thread that makes it stops wherever it is told to, and a killed one leaves nothing that looks torn."""
+    asked = []
+
+    def go_on(_num_ready: int) -> bool:
+        asked.append(None)
+        return len(asked) <= num_asked
+
+    ready = make_room(tier, go_on=go_on)
+    assert len(ready) == (0 if num_asked < 4 else 1 if num_asked < 8 else 2), len(asked)
+    assert tier.snapshots() == tier.incomplete() == tier.damaged() == []
+    for step in (1, 2, 3):
+        write(tier, step)
+        make_room(tier)
+        assert [s.global_step for s in tier.snapshots()] == ([step, step - 1] if step > 1 else [1])
+        for candidate in newest_first(tier, None):
+            with open_candidate(candidate, tmp_path) as reader:
+                assert_holds(reader)
+
+
+def test_who_is_killed_while_making_room_leaves_nothing_that_looks_like_a_snapshot(tier):
+    for number in range(1, 9):
+        if (pid := os.fork()) == 0:
+            asked = []
+
+            def go_on(_num_ready, asked=asked, number=number):
+                asked.append(None)
+                if len(asked) == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return True
+
+            try:
+                make_room(tier, go_on=go_on)
+            finally:
+                os._exit(0)
+        assert os.WIFSIGNALED(os.waitpid(pid, 0)[1]), number
+        assert tier.snapshots() == tier.incomplete() == tier.damaged() == []
+        assert tier.clean()
+    write(tier, 1)
+
+
+def test_room_that_cannot_be_made_is_given_back_and_the_snapshot_says_why(small_tmpfs, tmp_path):
+    tier = MemoryTier.for_job(small_tmpfs, job="job", state_dir=tmp_path)
+    with pytest.raises(MemoryTierError, match="no room"):
+        make_room(tier, 100_000)  # 800 kB: one fits, two do not
+    assert not any((tier.root / "slot-1" / name).exists() for name in layouts()), "half a slot only takes room"
+    write(tier, 1, 100_000)
+    with pytest.raises(MemoryTierError, match="no room"):
+        write(tier, 2, 100_000)
+    assert verify_memory(tier.snapshots()[0]) == []
+    tier.close()
+
+
+def test_no_room_is_made_beyond_the_budget(tmp_path):
+    tier = tier_of(tmp_path)
+    small = MemoryTier(tier.root, base=tier._base, budget_bytes=15_000)
+    assert make_room(small) == []
+    assert not (tmp_path / "shm").exists()
+    with pytest.raises(MemoryTierError, match="memory_budget_mb"):
+        small.begin(layouts())
+
+
+def test_a_slot_that_another_writes_to_is_left_to_it(tier):
+    other = MemoryTier(tier.root, base=tier._base)
+    writer = other.begin(layouts())
+    fill(writer, 1)
+    assert make_room(tier, 2000) == [1]
+    writer.commit(job="job", run_id="0" * 8, global_step=1, versions={}, trainer=trainer(1))
+    assert verify_memory(other.snapshots()[0]) == []
+    other.close()

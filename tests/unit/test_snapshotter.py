@@ -125,6 +125,34 @@ def test_a_snapshot_holds_the_step_it_was_begun_at(tier: MemoryTier, tmp_path: P
     run.snapshotter.close()
 
 
+def test_memory_for_the_first_snapshots_is_had_beside_the_training(tier: MemoryTier, tmp_path: Path) -> None:
+    """Once the first step has made the optimizer's state; a snapshot that comes at once waits, and holds its step."""
+    run = _Run(tier)
+    run.step()
+    assert run.snapshotter.due(1)
+    run.snapshotter.wait_committed()
+    assert (tier.root / "slot-0" / "optimizer.safetensors").stat().st_size > 0
+    ready = {files.index: files.buffers for files in tier.make_room(run.snapshotter._writer._layouts, lambda _: True)}
+    for index in (0, 1):
+        at_step = run.values()
+        assert run.snapshotter.take() is Taken.BEGUN
+        assert run.snapshotter._filling is not None
+        slot = run.snapshotter._filling._slot
+        assert (slot.index, slot.buffers) == (index, ready[index])
+        run.step()
+        run.snapshotter.due(1)
+        run.snapshotter.wait_committed()
+        assert _stored(tier, tmp_path) == at_step
+    for _ in range(3):
+        run.snapshotter.prepare()
+        at_step = run.values()
+        run.snapshotter.take()
+        run.step()
+        run.snapshotter.wait_committed()
+        assert _stored(tier, tmp_path) == at_step
+    run.snapshotter.close()
+
+
 def test_state_in_another_order_is_stored_under_its_names(tier: MemoryTier, tmp_path: Path) -> None:
     """Loading an optimizer may turn its state round; stored by place, one tensor would overwrite another."""
     run = _Run(tier)
