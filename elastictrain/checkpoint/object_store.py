@@ -53,7 +53,7 @@ class ObjectStore(Store):
     is_downloaded = True
 
     def __init__(self, url: str, storage_options: Mapping[str, Any], *, verify_uploads: bool = True) -> None:
-        super().__init__(redact_url(url))
+        super().__init__(redact_url(url), verifies_puts=verify_uploads)
         self._redact = Redactor(url, storage_options)
         self._verify_uploads = verify_uploads
         try:

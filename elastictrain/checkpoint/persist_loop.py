@@ -51,7 +51,7 @@ class PersisterSettings:
     Args:
         url: the store.
         storage_options: passed to fsspec; may hold secrets.
-        verify_uploads: read back what was uploaded.
+        verify_uploads: read back what was uploaded; else only what older ones are to be deleted for.
         keep_last: retention, see `core.retention`.
         keep_every: likewise, in steps.
         storage_timeout_s: a store that moves nothing for so long is given up, and tried afresh.
@@ -170,7 +170,8 @@ class PersistLoop:
         self._newer = threading.Event()
         self._mappings = Mappings()
         self._store: Store | None = None
-        self._verified: set[str] = set()
+        self._conditions: dict[str, Condition] = {}
+        """What is known of snapshots in the store; of others, that they were committed."""
         self._cleaned = False
         self._is_claimed = False
         self._lock_fd: int | None = None
@@ -273,7 +274,8 @@ class PersistLoop:
         except ElasticTrainError as error:
             self._report(Report("failed", request.name, {"error": str(error)}))
             return
-        self._verified.add(request.name)
+        if self._open_store().verifies_puts:
+            self._conditions[request.name] = Condition.VERIFIED
         self._note(request.name)
         seconds = time.monotonic() - begun_s
         self._report(Report("persisted", request.name, {"seconds": round(seconds, 3), "size_bytes": size_bytes}))
@@ -331,11 +333,10 @@ class PersistLoop:
             with self._watched():
                 store = self._open_store()
                 found = {s.global_step: s.name for s in store.snapshots() if s.run_id == parsed[1]}
-                kept = [
-                    Kept(parsed[1], step, Condition.VERIFIED if name in self._verified else Condition.COMMITTED)
-                    for step, name in found.items()
-                ]
-                doomed = superfluous(kept, keep_last=self._settings.keep_last, keep_every=self._settings.keep_every)
+                doomed = self._superfluous(parsed[1], found)
+                if newest not in self._conditions and doomed != self._superfluous(parsed[1], found, sound=newest):
+                    self._read_back(store, newest)
+                    doomed = self._superfluous(parsed[1], found)
                 for name in (found[snapshot.global_step] for snapshot in doomed):
                     self._moved_at_s = time.monotonic()
                     if store.delete_unless_pinned(name):
@@ -346,6 +347,27 @@ class PersistLoop:
             self._report(Report("tidying_failed", newest, {"error": error.what}))
         if deleted:
             self._report(Report("tidied", newest, {"deleted": deleted}))
+
+    def _superfluous(self, run_id: str, found: Mapping[int, str], *, sound: str = "") -> list[Kept]:
+        """What may go of a run's snapshots, given by step; if `sound` were known to be so."""
+        verified = {sound: Condition.VERIFIED}
+        kept = [
+            Kept(run_id, step, verified.get(name) or self._conditions.get(name, Condition.COMMITTED))
+            for step, name in found.items()
+        ]
+        return superfluous(kept, keep_last=self._settings.keep_last, keep_every=self._settings.keep_every)
+
+    def _read_back(self, store: Store, name: str) -> None:
+        """Of what was put without being read back: before anything older goes for it. That is one of `keep_last`."""
+
+        def progress(_num_bytes: int) -> None:
+            self._moved_at_s = time.monotonic()
+
+        damages = store.verify(name, progress)
+        self._conditions[name] = Condition.DAMAGED if damages else Condition.VERIFIED
+        if damages:
+            error = f"{store.where}/{name}: was stored wrongly: {'; '.join(map(str, damages))}; nothing goes for it"
+            self._report(Report("tidying_failed", name, {"error": error}))
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:

@@ -88,13 +88,16 @@ class Store(ABC):
 
     Args:
         where: the place, fit to be shown.
+        verifies_puts: see there.
     """
 
     is_downloaded: ClassVar[bool] = False
     """Whether `fetch` downloads: what arrives damaged may be sound where it lies."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, *, verifies_puts: bool = True) -> None:
         self.where = where
+        self.verifies_puts = verifies_puts
+        """What has been put is known to be sound. Else retention must read it back first."""
         self.fence: Fence | None = None
 
     @abstractmethod

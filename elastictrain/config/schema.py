@@ -321,7 +321,8 @@ class CheckpointConfig(Section):
     """The most that the memory tier may take, in MiB; it needs twice the size of a snapshot. Default: what memory_path
     has."""
     verify_uploads: bool = True
-    """Read back what was written to an object store, and compare."""
+    """Read back what was written to an object store, and compare. Off: its sizes are looked at, and retention reads one
+    of every keep_last back, before it deletes older ones."""
     storage_timeout_s: PositiveFloat = 60.0
     """A store that moves nothing for so long is given up, and tried afresh; at a start, how long one that fails is
     tried before that is an error."""

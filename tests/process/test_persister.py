@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import psutil
 import pytest
 
@@ -22,6 +23,7 @@ from elastictrain.checkpoint.format import snapshot_name
 from elastictrain.checkpoint.persist_loop import PersisterSettings, PersistLoop, Report
 from elastictrain.checkpoint.persister_client import Persister
 from elastictrain.checkpoint.store import open_store
+from elastictrain.testing import faulty_fs
 from tests.process.snapshot_payload import RUN_ID, assert_holds, store_of, tier_of, write
 
 DEADLINE_S = 30.0
@@ -91,6 +93,57 @@ def test_pinned_and_milestones_stay(tier, tmp_path, make_persister):
             store_of(tmp_path).pin(RUN_ID, 2, "another run")
     persister.close(finish=True)
     assert durable_steps(tmp_path) == [7, 4, 2]
+
+
+def test_what_was_not_read_back_is_before_anything_goes_for_it(tier, tmp_path, make_persister):
+    """Once in `keep_last` snapshots: what is newer than all that goes has been read then."""
+    unique = uuid.uuid4().hex
+    url, options = f"faulty://{unique}", {"counter": unique}
+    persister = make_persister(url=url, storage_options=options, verify_uploads=False, keep_last=2, in_process=True)
+    reads = []
+    for step in range(1, 8):
+        before = faulty_fs.counts(unique).get("read", 0)
+        persister.submit(write(tier, step))
+        assert persister.wait(step, DEADLINE_S)
+        until(lambda step=step: _steps_in(url) == [step, step - 1][: min(step, 2)])
+        reads.append(faulty_fs.counts(unique).get("read", 0) > before)
+    assert reads == [False, False, True, False, True, False, True]
+
+
+def test_nothing_goes_for_what_was_stored_wrongly(tier, tmp_path, make_persister):
+    """Its size is right, so that only reading it back tells."""
+    unique = uuid.uuid4().hex
+    url, reports = f"memory://{unique}", []
+    persister = make_persister(url=url, verify_uploads=False, keep_last=1, in_process=True, on_report=reports.append)
+    fs, _ = fsspec.core.url_to_fs(url)
+    pipe_file = type(fs).pipe_file
+
+    def spoiled(self, path, value, **kwargs):
+        """As soon as the snapshot is complete a bit of it is lost."""
+        pipe_file(self, path, value, **kwargs)
+        if path.endswith(f"{snapshot_name(2, RUN_ID)}/manifest.json"):
+            model = path.replace("manifest.json", "model.safetensors")
+            data = bytearray(self.cat_file(model))
+            data[-1] ^= 1
+            pipe_file(self, model, bytes(data))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(fs), "pipe_file", spoiled)
+        for step in (1, 2):
+            persister.submit(write(tier, step))
+            assert persister.wait(step, DEADLINE_S)
+        until(lambda: any(r.kind == "tidying_failed" for r in reports))
+        assert _steps_in(url) == [2, 1]
+        [failed] = [r for r in reports if r.kind == "tidying_failed"]
+        assert "model.safetensors" in failed.fields["error"]
+        persister.submit(write(tier, 3))
+        assert persister.wait(3, DEADLINE_S)
+        persister.close(finish=True)
+    assert durable_steps(tmp_path, url) == [3]
+
+
+def _steps_in(url: str) -> list[int]:
+    return [snapshot.global_step for snapshot in open_store(url).snapshots()]
 
 
 def test_closing_without_finishing_and_without_a_start(make_persister):
