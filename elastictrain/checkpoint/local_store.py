@@ -40,7 +40,8 @@ from elastictrain.procs import Identity
 from elastictrain.protocol import write_atomically
 
 _TEMPORARY = re.compile(
-    r"\.tmp-(?P<name>step-.*)-(?P<host>[A-Za-z0-9_.]+)-(?P<pid>\d+)\.(?P<ticks>\d+)\.(?P<boot>[0-9a-f]*)-[0-9a-f]{8}"
+    r"\.tmp-(?P<name>step-.*)-(?P<host>[A-Za-z0-9_.]+)-(?P<pid>\d+)\.(?P<ticks>\d+)\.(?P<boot>[0-9a-f]*)"
+    r"(?:\.(?P<incarnation>\d+))?-[0-9a-f]{8}"
 )
 _SET_ASIDE = ".damaged-"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
@@ -76,7 +77,7 @@ class LocalStore(Store):
             damaged = (final / MANIFEST_FILE).exists()
             if damaged and self._holds(source.manifest, progress):
                 return
-            temporary = self.path / _temporary_name(manifest.name)
+            temporary = self.path / _temporary_name(manifest.name, self.fence)
             temporary.mkdir()
             try:
                 for name, entry in manifest.files.items():
@@ -144,9 +145,28 @@ class LocalStore(Store):
         try:
             if not self.path.is_dir():
                 return []
-            return sorted(path.name for path in self.path.iterdir() if path.is_dir() and _is_leftover(path))
+            return sorted(path.name for path in self.path.iterdir() if path.is_dir() and self._is_leftover(path))
         except OSError as error:
             raise _failed(self.path, error) from error
+
+    def _is_leftover(self, path: Path) -> bool:
+        """Whether a folder is none that anybody needs: half deleted, set aside, or of a writer that is dead."""
+        half_deleted = parse_name(path.name) is not None and not (path / MANIFEST_FILE).exists()
+        return half_deleted or path.name.startswith(_SET_ASIDE) or self._is_abandoned(path)
+
+    def _is_abandoned(self, path: Path) -> bool:
+        """Whether a temporary folder's writer is dead. Of one on another host nobody can tell; but once a newer worker
+        group has begun, it may complete nothing any more, alive or not."""
+        match = _TEMPORARY.fullmatch(path.name)
+        if match is None:
+            return False
+        if match["host"] == _host():
+            return not Identity(int(match["pid"]), int(match["ticks"]), match["boot"]).is_there
+        parsed = parse_name(match["name"])
+        if parsed is None or match["incarnation"] is None:
+            return False
+        fence = self.read_fence(parsed[1])
+        return fence is not None and int(match["incarnation"]) < fence.incarnation
 
     def _remove_leftover(self, name: str) -> None:
         shutil.rmtree(self.path / name, ignore_errors=True)
@@ -237,27 +257,14 @@ class LocalStore(Store):
             raise _failed(self.path / PINS_DIR, error) from error
 
 
-def _temporary_name(name: str) -> str:
+def _temporary_name(name: str, fence: Fence | None) -> str:
     me = Identity.mine()
-    return f".tmp-{name}-{_host()}-{me.pid}.{me.started_ticks}.{me.boot}-{secrets.token_hex(4)}"
+    group = f".{fence.incarnation}" if fence is not None else ""
+    return f".tmp-{name}-{_host()}-{me.pid}.{me.started_ticks}.{me.boot}{group}-{secrets.token_hex(4)}"
 
 
 def _host() -> str:
     return re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname()) or "host"
-
-
-def _is_leftover(path: Path) -> bool:
-    """Whether a folder is none that anybody needs: half deleted, set aside, or of a writer that is dead."""
-    half_deleted = parse_name(path.name) is not None and not (path / MANIFEST_FILE).exists()
-    return half_deleted or path.name.startswith(_SET_ASIDE) or _is_abandoned(path)
-
-
-def _is_abandoned(path: Path) -> bool:
-    """Whether a temporary folder's writer is dead. On another host nobody can tell: it cleans its folders itself."""
-    match = _TEMPORARY.fullmatch(path.name)
-    if match is None or match["host"] != _host():
-        return False
-    return not Identity(int(match["pid"]), int(match["ticks"]), match["boot"]).is_there
 
 
 def _copy(source: memoryview, target: Path, name: str, entry: FileEntry, progress: Progress) -> None:

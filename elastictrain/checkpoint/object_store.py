@@ -17,7 +17,8 @@ import xxhash
 
 from elastictrain.checkpoint import faults
 from elastictrain.checkpoint.fence import FENCES_DIR, Fence
-from elastictrain.checkpoint.format import MANIFEST_FILE, FileEntry, check_content
+from elastictrain.checkpoint.format import MANIFEST_FILE, FileEntry, check_content, parse_name
+from elastictrain.checkpoint.pending_uploads import PendingUpload, abort, pending_uploads
 from elastictrain.checkpoint.secrets import Redactor, redact_url
 from elastictrain.checkpoint.store import (
     CHUNK_BYTES,
@@ -181,6 +182,35 @@ class ObjectStore(Store):
 
     def _remove_leftover(self, name: str) -> None:
         self.delete(name)
+
+    def dead_uploads(self) -> list[str]:
+        with self._explained("looking for uploads that were cut off"):
+            return sorted(upload.path for upload in self._dead_uploads())
+
+    def abort_dead_uploads(self) -> list[str]:
+        aborted = []
+        with self._explained("aborting uploads that were cut off"):
+            for upload in self._dead_uploads():
+                self.check_fence()
+                abort(self._fs, self._root, upload)
+                aborted.append(upload.path)
+        return sorted(aborted)
+
+    def _dead_uploads(self) -> list[PendingUpload]:
+        """Those begun before the last commit of their run, both by the server's clock: a run has one writer, and that
+        one writes one snapshot after the other. So no step need be compared: a run may have gone back."""
+        uploads: dict[str, list[PendingUpload]] = {}
+        for upload in pending_uploads(self._fs, self._root):
+            if (parsed := parse_name(upload.path.partition("/")[0])) is not None:
+                uploads.setdefault(parsed[1], []).append(upload)
+        if not uploads:
+            return []
+        dead = []
+        committed = [s for s in self.snapshots() if s.run_id in uploads]
+        for run_id, begun in uploads.items():
+            commits = [self._fs.modified(self._path(s.name)) for s in committed if s.run_id == run_id]
+            dead += [upload for upload in begun if any(upload.began_at < commit for commit in commits)]
+        return dead
 
     def _mark(self, name: str, mark: str) -> None:
         with self._explained("marking what is to be deleted"):

@@ -117,7 +117,7 @@ class Report:
 
     Args:
         kind: started, progress, retrying, persisted, not_noted, superseded, failed, fenced, tidied, tidying_failed,
-            waiting_for_other, stalled, abandoned; from the client also: restarting.
+            uploads_aborted, waiting_for_other, stalled, abandoned; from the client also: restarting.
         name: the snapshot's name; "" where it is about none.
         fields: numbers and texts, without secrets.
     """
@@ -139,6 +139,8 @@ class Report:
                 return "snapshot_durable", False
             case "tidied":
                 return "snapshots_deleted", False
+            case "uploads_aborted":
+                return "uploads_aborted", False
             case "progress":  # of one that takes long: the persister says so once in a while
                 return "snapshot_on_its_way", False
             case "superseded" if "error" not in self.fields:
@@ -150,7 +152,7 @@ class Report:
 
     @property
     def event_fields(self) -> dict[str, Any]:
-        return self.fields if self.kind == "tidied" else {"at_step": self.global_step, **self.fields}
+        return self.fields if self.kind in ("tidied", "uploads_aborted") else {"at_step": self.global_step, **self.fields}
 
 
 class PersistLoop:
@@ -173,6 +175,7 @@ class PersistLoop:
         self._conditions: dict[str, Condition] = {}
         """What is known of snapshots in the store; of others, that they were committed."""
         self._cleaned = False
+        self._uploads_looked_for = False
         self._is_claimed = False
         self._lock_fd: int | None = None
         self._moved_at_s: float | None = None
@@ -341,6 +344,10 @@ class PersistLoop:
                     self._moved_at_s = time.monotonic()
                     if store.delete_unless_pinned(name):
                         deleted.append(name)
+                if not self._uploads_looked_for:
+                    self._uploads_looked_for = True
+                    if aborted := store.abort_dead_uploads():
+                        self._report(Report("uploads_aborted", newest, {"aborted": aborted}))
         except FencedError as error:
             self._report_fenced(newest, error)
         except StorageError as error:

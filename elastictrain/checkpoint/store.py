@@ -269,6 +269,18 @@ class Store(ABC):
         except (SnapshotDamagedError, UnreadableFileError):
             return False
 
+    def dead_uploads(self) -> list[str]:
+        """Names of what killed writers have uploaded in part, where that is in no listing: `<snapshot>/<file>`.
+
+        Raises:
+            StorageError: that cannot be known. Many a store lets its users write, and not ask this.
+        """
+        return []
+
+    def abort_dead_uploads(self) -> list[str]:
+        """Drops them. Returns the names. Raises as `dead_uploads`, and FencedError."""
+        return []
+
     def clean_leftovers(self) -> list[str]:
         """Removes what killed writers left. Returns the names."""
         names = self.leftovers()

@@ -207,7 +207,7 @@ def prune(
     The newest of each run is read first: nothing goes unless a newer one is sound. Pinned snapshots stay.
     """
     place = find_place(job, state_dir, url)
-    deleted, kept, leftovers = place.prune(keep_last, dry_run=dry_run)
+    deleted, kept, leftovers = place.prune(keep_last, dry_run=dry_run, warn=_warn)
     if as_json:
         fields = {"deleted": deleted, "kept": kept, "leftovers": leftovers, "dry_run": dry_run}
         typer.echo(json.dumps(fields, indent=2))

@@ -16,7 +16,7 @@ from elastictrain.cli.job_dirs import find_state_dir
 from elastictrain.config import JobConfig, load_job
 from elastictrain.config.schema import CheckpointConfig
 from elastictrain.core.retention import Condition, Kept, superfluous
-from elastictrain.errors import ElasticTrainError, MissingInputError, SnapshotDamagedError, UsageError
+from elastictrain.errors import ElasticTrainError, MissingInputError, SnapshotDamagedError, StorageError, UsageError
 from elastictrain.folders import numbered_folders
 from elastictrain.protocol import RUNS_DIR, SNAPSHOTS_DIR, SPEC_FILE
 
@@ -52,12 +52,15 @@ class Place:
         """What cannot even be named: slots with a damaged manifest."""
         return [entry for tier in self.tiers for entry in tier.damaged()]
 
-    def prune(self, keep_last: int | None, *, dry_run: bool) -> tuple[list[str], list[str], list[str]]:
+    def prune(
+        self, keep_last: int | None, *, dry_run: bool, warn: Callable[[str], None]
+    ) -> tuple[list[str], list[str], list[str]]:
         """Applies retention to the store. Returns names: (deleted, kept, leftovers of killed writers).
 
         Args:
             keep_last: default: as the job has it.
             dry_run: delete nothing; the names are of what would go.
+            warn: is told of leftovers that cannot be looked for: not every store lets its users ask.
         """
         condition: dict[str, Condition] = {}
         runs_settled: set[str] = set()
@@ -82,6 +85,10 @@ class Place:
         else:
             deleted = [name for name in deleted if self.store.delete_unless_pinned(name)]
             leftovers = self.store.clean_leftovers()
+        try:
+            leftovers += self.store.dead_uploads() if dry_run else self.store.abort_dead_uploads()
+        except StorageError as error:
+            warn(error.what)
         return deleted, [s.name for s in snapshots if s.name not in deleted], leftovers
 
 

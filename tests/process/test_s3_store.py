@@ -5,13 +5,18 @@ from __future__ import annotations
 import time
 import uuid
 import warnings
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastictrain.checkpoint import object_store
 from elastictrain.checkpoint.catalog import newest_first, open_candidate
+from elastictrain.checkpoint.format import snapshot_name
 from elastictrain.checkpoint.memory_tier import Declined
+from elastictrain.checkpoint.pending_uploads import pending_uploads
 from elastictrain.checkpoint.persist_loop import PersisterSettings, Report
 from elastictrain.checkpoint.persister_client import Persister
 from elastictrain.checkpoint.store import open_store
@@ -20,7 +25,7 @@ from elastictrain.cli.state_dir import StartOptions
 from elastictrain.errors import StorageError
 from tests.process.helpers import read_metrics, wait_until
 from tests.process.resume_helpers import assert_same_trace, go, kept, nothing_left
-from tests.process.snapshot_payload import assert_holds, layouts, tier_of, write
+from tests.process.snapshot_payload import RUN_ID, assert_holds, layouts, tier_of, write
 
 pytest.importorskip("s3fs")
 with warnings.catch_warnings():
@@ -108,6 +113,76 @@ def test_snapshots_in_s3(s3, url, tier, tmp_path):
     store._fs.pipe_file(store._path(name, "model.safetensors"), b"short")
     assert [d.file for d in store.verify(name)] == ["model.safetensors"]
     assert SECRET not in str(reports)
+
+
+def begin_upload(store, path: str) -> str:
+    """As a writer leaves it that is killed in the middle of a large file."""
+    stream = store._fs.open(f"{store._root}/{path}", "wb", block_size=5 << 20)
+    stream.write(bytes(6 << 20))
+    stream.flush()
+    assert stream.mpu["UploadId"]
+    stream.closed = True
+    return path
+
+
+def pending(store) -> list[str]:
+    return sorted(upload.path for upload in pending_uploads(store._fs, store._root))
+
+
+def test_what_was_uploaded_in_part_goes_once_its_run_has_gone_on(s3, url, tier, tmp_path, monkeypatch):
+    """And nothing else: not what was begun after the last commit, nor what is of another run, nor beside our prefix."""
+    store = open_store(url, s3.options)
+    names = [snapshot_name(step, RUN_ID) for step in (1, 2, 9)]
+    dead = [begin_upload(store, f"{name}/model.safetensors") for name in names]
+    others = [
+        begin_upload(store, f"{snapshot_name(1, '0000ffff')}/model.safetensors"),
+        begin_upload(store, "somebody/else"),
+    ]
+    beside = open_store(f"{url}-of-another", s3.options)
+    elsewhere = begin_upload(beside, dead[0])
+    assert store.dead_uploads() == []
+    settings = PersisterSettings(url=url, storage_options=s3.options)
+    reports: list[Report] = []
+    persister = Persister(settings, reports.append)
+    assert pending(store) == sorted(dead + others)
+    persister.submit(write(tier, 3))
+    assert persister.wait(3, DEADLINE_S), persister.status
+    persister.close(finish=True)
+    assert [r.fields["aborted"] for r in reports if r.kind == "uploads_aborted"] == [sorted(dead)]
+    living = begin_upload(store, f"{snapshot_name(1, RUN_ID)}/optimizer.safetensors")
+
+    def as_begun_now(fs, root):
+        """This server says of each upload that it began in 2010."""
+        return (replace(upload, began_at=datetime.now(UTC)) for upload in pending_uploads(fs, root))
+
+    monkeypatch.setattr(object_store, "pending_uploads", as_begun_now)
+    assert store.abort_dead_uploads() == []
+    monkeypatch.undo()
+    assert pending(store) == sorted([living, *others])
+    assert pending(beside) == [elsewhere]
+    assert stored_steps(s3, url, tmp_path) == [3]
+
+
+def test_a_store_that_does_not_let_us_ask_for_uploads_costs_a_warning(s3, url, tier, tmp_path, monkeypatch):
+    store = open_store(url, s3.options)
+    call_s3 = type(store._fs).call_s3
+
+    def refused(self, method, *args, **kwargs):
+        if method == "list_multipart_uploads":
+            raise PermissionError("Access Denied")
+        return call_s3(self, method, *args, **kwargs)
+
+    monkeypatch.setattr(type(store._fs), "call_s3", refused)
+    reports: list[Report] = []
+    settings = PersisterSettings(url=url, storage_options=s3.options, keep_last=1)
+    persister = Persister(settings, reports.append, in_process=True)
+    for step in (1, 2, 3):
+        persister.submit(write(tier, step))
+        assert persister.wait(step, DEADLINE_S), persister.status
+    persister.close(finish=True)
+    [failed] = [r for r in reports if r.kind == "tidying_failed"]
+    assert "cut off: PermissionError: Access Denied" in failed.fields["error"]
+    assert stored_steps(s3, url, tmp_path) == [3]
 
 
 def outage(s3: S3, url: str, tier, tmp_path, seconds: float) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.checkpoint import faults
+from elastictrain.checkpoint import faults, local_store
 from elastictrain.checkpoint.catalog import first_sound, newest_first, open_candidate
 from elastictrain.checkpoint.fence import Fence
 from elastictrain.checkpoint.format import snapshot_name
@@ -334,6 +334,58 @@ def test_leftovers_of_dead_writers_go_and_those_of_living_ones_stay(tier, tmp_pa
     assert {path.name for path in store.path.iterdir()} == {name, living, elsewhere, *gone}, "only asked"
     assert store.clean_leftovers() == sorted(gone)
     assert sorted(p.name for p in store.path.iterdir()) == sorted([living, elsewhere, name])
+
+
+def test_in_a_shared_folder_what_writers_of_older_worker_groups_left_goes_too(tier, tmp_path):
+    """Of a writer on another host nobody can tell whether it lives; if it does, it may complete nothing any more."""
+    store = store_of(tmp_path)
+    store.claim(fence(5))
+
+    def left(run_id: str, host: str, group: str) -> str:
+        name = f".tmp-{snapshot_name(2, run_id)}-{host}-1.1.0{group}-00000000"
+        (store.path / name).mkdir()
+        (store.path / name / "model.safetensors").write_text("x")
+        return name
+
+    gone = [left(RUN_ID, "other_host", ".3"), left(RUN_ID, "third.host", ".4")]
+    stay = [
+        left(RUN_ID, "other_host", ".5"),
+        left(RUN_ID, "other_host", ".6"),
+        left(RUN_ID, "other_host", ""),
+        left("0000ffff", "other_host", ".1"),
+    ]
+    assert store_of(tmp_path).leftovers() == sorted(gone), "whoever asks"
+    assert store.clean_leftovers() == sorted(gone)
+    assert sorted(p.name for p in store.path.glob(".tmp-*")) == sorted(stay)
+    names = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(faults, "point", lambda _name: names.extend(p.name for p in store.path.glob(".tmp-*.5-*")))
+        put(store, tier, 1)
+    assert set(names) - set(stay), "its own name says which group it is of"
+
+
+def test_an_older_writer_whose_files_are_taken_away_hears_that_it_is_over(tier, tmp_path):
+    old, new = store_of(tmp_path), store_of(tmp_path)
+    old.claim(fence(4))
+    taken = []
+
+    def point(name: str) -> None:
+        if name == "store.copied" and not taken:
+            with pytest.MonkeyPatch.context() as elsewhere:
+                elsewhere.setattr(local_store, "_host", lambda: "other_host")
+                new.claim(fence(5))
+                taken.extend(new.clean_leftovers())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(faults, "point", point)
+        with pytest.raises(StorageError):
+            put(old, tier, 1)
+    assert len(taken) == 1
+    with pytest.raises(FencedError):
+        put(old, tier, 2)
+    put(new, tier, 3)
+    assert check(new, tmp_path) == [3]
+    assert not list(new.path.glob(".tmp-*"))
 
 
 def test_leftovers_in_an_object_store_go_once_the_run_has_gone_on(tier):
