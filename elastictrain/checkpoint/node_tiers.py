@@ -1,7 +1,7 @@
 """Where a node has snapshots that are not durable yet: in the memory tier, or in the folder that stands in for it.
 
-`checkpoint.memory_tier` says where new ones go. What an earlier start left in memory counts whatever it says: it may
-be the newest there is, and nobody else would ever give its memory back.
+`checkpoint.memory_tier` and `memory_path` say where new ones go. What an earlier start left in memory counts whatever
+they say: it may be the newest there is, and nobody else would ever give its memory back.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastictrain.checkpoint.memory_note import MemoryNote
 from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.config.schema import CheckpointConfig
 from elastictrain.errors import ElasticTrainError
@@ -29,7 +30,11 @@ class NodeTiers:
 
     @classmethod
     def of_job(cls, config: CheckpointConfig, *, job: str, state_dir: Path) -> NodeTiers:
-        """The tiers of a job, by its name and state directory; `config` says whether the memory tier is written to."""
+        """The tiers of a job, by its name and state directory; `config` says whether the memory tier is written to.
+
+        Raises:
+            StateDirError: what is noted of earlier starts cannot be read.
+        """
         staging = MemoryTier.staging(state_dir)
         budget_mb = config.memory_budget_mb
         memory = MemoryTier.for_job(
@@ -38,11 +43,16 @@ class NodeTiers:
             state_dir=state_dir,
             budget_bytes=budget_mb << 20 if budget_mb is not None else None,
         )
-        return cls((memory, staging), (memory, staging) if config.memory_tier else (staging,))
+        earlier = [
+            MemoryTier.for_job(path, job=job, state_dir=state_dir)
+            for path in MemoryNote(state_dir).paths()
+            if path != Path(config.memory_path)
+        ]
+        return cls((memory, staging, *earlier), (memory, staging) if config.memory_tier else (staging,))
 
     def readable(self, on_passed_over: Callable[[str, str], None]) -> NodeTiers:
-        """Without the memory tier where that is off and cannot even be looked into: a path that is unfit, or somebody
-        else's, must not keep such a job from its start.
+        """Without a memory tier that is not written to and cannot even be looked into: a path that is unfit, or
+        somebody else's, must not keep such a job from its start.
 
         Args:
             on_passed_over: called with (where, reason) for what is left out.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from elastictrain.checkpoint.catalog import Candidate, latest_run, newest_first
 from elastictrain.checkpoint.format import Damage
+from elastictrain.checkpoint.memory_note import MemoryNote
 from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.store import Store, open_store
 from elastictrain.cli.job_dirs import find_state_dir
@@ -27,7 +28,8 @@ class Place:
 
     Args:
         store: the durable one.
-        tiers: the memory tier, and the staging folder that takes its place; empty where only a store was named.
+        tiers: the memory tier, wherever it has been, and the staging folder that takes its place; empty where only a
+            store was named.
         config: settings of its last run, or the defaults.
     """
 
@@ -117,8 +119,9 @@ def find_place(job: str | None, state_dir: Path | None, url: str | None) -> Plac
         return Place(open_store(url, settings.storage_options), (), settings)
     store = open_store(settings.url or folder / SNAPSHOTS_DIR, settings.storage_options)
     name = config.name if config is not None else folder.name
-    memory = MemoryTier.for_job(Path(settings.memory_path), job=name, state_dir=folder)
-    return Place(store, (memory, MemoryTier.staging(folder)), settings)
+    paths = dict.fromkeys([Path(settings.memory_path), *MemoryNote(folder).paths()])
+    tiers = [MemoryTier.for_job(path, job=name, state_dir=folder) for path in paths]
+    return Place(store, (*tiers, MemoryTier.staging(folder)), settings)
 
 
 def _find_job(job: str | None, state_dir: Path | None) -> tuple[Path, JobConfig | None]:

@@ -316,7 +316,7 @@ class CheckpointConfig(Section):
     """Write snapshots to memory first, where they outlive the processes, and to url from there. Off: they are staged
     in the state directory; what an earlier start left in memory is gone on with all the same."""
     memory_path: str = "/dev/shm"
-    """The tmpfs of the memory tier. What a killed run left in another one is not looked for."""
+    """The tmpfs of the memory tier. What an earlier start left in another one is gone on with all the same."""
     memory_budget_mb: PositiveInt | None = None
     """The most that the memory tier may take, in MiB; it needs twice the size of a snapshot. Default: what memory_path
     has."""

@@ -16,6 +16,7 @@ import torch
 from elastictrain import __version__
 from elastictrain.checkpoint.durable_note import DurableNote
 from elastictrain.checkpoint.fence import Fence
+from elastictrain.checkpoint.memory_note import MemoryNote
 from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
 from elastictrain.checkpoint.node_tiers import NodeTiers
 from elastictrain.checkpoint.persist_loop import PersisterSettings, Report
@@ -118,6 +119,7 @@ class Checkpointing:
         is_local_zero = self._session.place.local_rank == 0
         if is_local_zero:
             self._tiers = self._tiers.readable(self._passed_over)
+            self._note_memory()
         with scratch_folder(Path(self._spec.state_dir)) as scratch:
             own = Lookup(
                 self._tiers.held if is_local_zero else (),
@@ -157,6 +159,15 @@ class Checkpointing:
         if self._session.place.is_rank_zero:
             self._report_hyperparameters(restored)
         return restored
+
+    def _note_memory(self) -> None:
+        """Before anything is written there: a start with another `memory_path` is to find it."""
+        note = MemoryNote(Path(self._spec.state_dir))
+        try:
+            if self._config.memory_tier:
+                note.add(Path(self._config.memory_path))
+        except OSError as error:
+            self._log.warning("memory_not_noted", where=str(note.path), error=error.strerror)
 
     def _report_hyperparameters(self, restored: Restored) -> None:
         """Says which of two values holds: the one in job.toml is not always the one the run goes by."""

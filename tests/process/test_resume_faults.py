@@ -19,6 +19,7 @@ from elastictrain.checkpoint.faults import ENV_FAULT, POINTS
 from elastictrain.checkpoint.memory_snapshot import LOCK_FILE, MemorySnapshot, verify_memory
 from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.store import open_store
+from elastictrain.cli.snapshot_places import find_place
 from elastictrain.cli.state_dir import StartOptions
 from elastictrain.protocol import DURABLE_FILE
 from elastictrain.training.device import Place
@@ -631,22 +632,67 @@ def test_without_a_memory_tier(tmp_path: Path, undisturbed: tuple[Trained, Path]
     assert not (tmp_path / "state" / "staging").exists()
 
 
+def newest_in_memory_alone(folder: Path) -> int:
+    """A run is killed, and its newest step is in memory only, as if the store had been slower."""
+    assert go(folder, environment=FIFTH, expect_success=False).codes == [KILLED]
+    newest = memory_of(folder).snapshots()[0].global_step
+    wait_for_persister(folder)
+    for stored in store_of(folder).snapshots():
+        if stored.global_step >= newest:
+            store_of(folder).delete(stored.name)
+    (folder / "state" / "durable.json").unlink()
+    return newest
+
+
 def test_what_is_newest_in_memory_is_gone_on_with_though_the_memory_tier_is_off_by_now(
     tmp_path: Path, undisturbed: tuple[Trained, Path]
 ) -> None:
     """The error that names the switch tells people to do just that; and the memory is given back at the end."""
-    assert go(tmp_path, environment=FIFTH, expect_success=False).codes == [KILLED]
-    newest = memory_of(tmp_path).snapshots()[0].global_step
-    wait_for_persister(tmp_path)
-    for stored in store_of(tmp_path).snapshots():
-        if stored.global_step >= newest:  # as if the store had been slower
-            store_of(tmp_path).delete(stored.name)
-    (tmp_path / "state" / "durable.json").unlink()
+    newest = newest_in_memory_alone(tmp_path)
     run = go(tmp_path, checkpoint={"memory_tier": False})
     restored = [(event["from_tier"], event["global_step"]) for event in run.events("restored")]
     assert restored == [("memory", newest)]
     assert_same_future(run, tmp_path, *undisturbed)
     assert nothing_left(tmp_path)
+
+
+def test_what_is_newest_in_memory_is_gone_on_with_though_its_path_is_another_by_now(
+    tmp_path: Path, undisturbed: tuple[Trained, Path]
+) -> None:
+    newest = newest_in_memory_alone(tmp_path)
+    place = find_place(None, tmp_path / "state", None)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    other = {"memory_path": str(elsewhere)}
+    second = {ENV_FAULT: "memory.begin:2:kill"}
+    assert go(tmp_path, checkpoint=other, environment=second, expect_success=False).codes == [KILLED]
+    again = find_place(None, tmp_path / "state", None)
+    assert [tier.root for tier in place.tiers[:-1]] == [memory_of(tmp_path).root]
+    assert [tier.root.is_relative_to(elsewhere) for tier in again.tiers[:-1]] == [True, False]
+    run = go(tmp_path, checkpoint=other)
+    restored = [(event["from_tier"], event["global_step"] >= newest) for event in run.events("restored")]
+    assert restored == [("memory", True)]
+    assert_same_future(run, tmp_path, *undisturbed)
+    assert nothing_left(tmp_path)
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_place_where_the_memory_tier_has_been_need_not_be_fit_any_more(tmp_path: Path) -> None:
+    before = tmp_path / "before"
+    before.mkdir()
+    go(tmp_path, checkpoint={"memory_path": str(before)}, train_section={"max_steps": 1})
+    before.rmdir()
+    before.touch()
+    (tmp_path / "elsewhere").mkdir()
+    other = {"memory_path": str(tmp_path / "elsewhere")}
+    run = go(tmp_path, checkpoint=other, train_section={"max_steps": 2})
+    assert [event["where"].startswith(str(before)) for event in run.events("snapshot_passed_over")] == [True]
+    assert steps_in(store_of(tmp_path))[0] == 2
+    note = tmp_path / "state" / "memory.json"
+    note.write_text("{")
+    failed = go(tmp_path, checkpoint=other, train_section={"max_steps": 3}, expect_success=False)
+    assert f"{note} cannot be read" in failed.errors[0].what
+    assert "Remove it" in failed.errors[0].hint
 
 
 @pytest.mark.parametrize("unfit", ["missing", "a file", "a link in it"])
