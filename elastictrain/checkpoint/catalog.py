@@ -145,6 +145,15 @@ class SnapshotReader:
 
     In the memory tier the slot is locked while this is open; it may be written again after `close`: copy what you need
     before.
+
+    Args:
+        candidate: the snapshot.
+        manifest: likewise.
+        trainer: content of trainer.json.
+        files: all of them, open; closed at the end.
+        reopened: opens a file anew, and compares it to the manifest: it need not be the one it was.
+        attempt: how each read is made. A file that has failed is opened anew at the next try.
+        on_close: called at the end.
     """
 
     def __init__(
@@ -153,36 +162,56 @@ class SnapshotReader:
         manifest: Manifest,
         trainer: dict[str, Any],
         files: dict[str, ReadableFile],
+        *,
+        reopened: Callable[[str], ReadableFile],
+        attempt: Attempt,
         on_close: Callable[[], None],
     ) -> None:
         self.candidate = candidate
         self.manifest = manifest
         self.trainer = trainer
-        """Content of trainer.json."""
         self._files = files
+        self._reopened = reopened
+        self._attempt = attempt
         self._on_close = on_close
 
     @property
     def files(self) -> list[str]:
         """Names of its files."""
-        return list(self._files)
+        return list(self.manifest.files)
 
     def read(self, file: str, begin: int = 0, end: int | None = None) -> memoryview:
         """Bytes of a file, read-only; all of them by default. Raises as `ReadableFile.read_into`."""
-        return self._files[file].read(begin, self._files[file].size_bytes if end is None else end)
+        size_bytes = self.manifest.files[file].size_bytes
+        return self._try(file, lambda opened: opened.read(begin, size_bytes if end is None else end))
 
     def read_into(self, file: str, begin: int, target: memoryview) -> None:
         """Fills `target` with the bytes of a file from `begin` on. Raises as `ReadableFile.read_into`."""
-        self._files[file].read_into(begin, target)
+        self._try(file, lambda opened: opened.read_into(begin, target))
+
+    def _try(self, file: str, act: Callable[[ReadableFile], T]) -> T:
+        def act_on_open_file() -> T:
+            opened = self._files.get(file)
+            if opened is None:
+                opened = self._files[file] = self._reopened(file)
+            try:
+                return act(opened)
+            except StorageError:
+                self._files.pop(file).close()
+                raise
+
+        return self._attempt(act_on_open_file)
 
     def layout(self, file: str) -> Layout:
         """Where the tensors of a tensor file are. Raises SnapshotDamagedError if it is none."""
-        size_bytes = self._files[file].size_bytes
+        size_bytes = self.manifest.files[file].size_bytes
         head = self.read(file, 0, min(size_bytes, 8))
         header_bytes = 8 + int.from_bytes(head, "little")
         return read_layout(self.read(file, 0, min(size_bytes, header_bytes, MAX_HEADER_BYTES)), size_bytes)
 
     def close(self) -> None:
+        for opened in self._files.values():
+            opened.close()
         self._files = {}
         self._on_close()
 
@@ -240,8 +269,8 @@ def open_candidate(
         scratch: folder for what must be downloaded; the caller removes it when done.
         progress: called, in this thread, with the bytes of each piece that was downloaded, and once more when they are
             hashed.
-        attempt: how each file is fetched from the durable tier, and read to be hashed. One that has arrived, or is
-            hashed, need not come again when the store fails at another.
+        attempt: how each file is fetched from the durable tier, and read: to be hashed, and later from the reader. One
+            that has arrived, or is hashed, need not come again when the store fails at another.
 
     Raises:
         SnapshotDamagedError: names every file that is wrong, and why.
@@ -269,7 +298,21 @@ def open_candidate(
         files = _open_files(manifest, open_file, stack, progress, attempt)
         file_of_trainer = files[TRAINER_FILE]
         trainer = _decode_trainer(bytes(file_of_trainer.read(0, file_of_trainer.size_bytes)), None)
-        return SnapshotReader(candidate, manifest, trainer, files, stack.pop_all().close)
+
+        def reopened(file: str) -> ReadableFile:
+            found = open_file(file)
+            try:
+                if damage := check_content(file, manifest.files[file], found.size_bytes, found.digest(progress)):
+                    raise SnapshotDamagedError(str(damage))
+            except BaseException:
+                found.close()
+                raise
+            return found
+
+        on_close = stack.pop_all().close
+        return SnapshotReader(
+            candidate, manifest, trainer, files, reopened=reopened, attempt=attempt, on_close=on_close
+        )
 
 
 def _open_files(

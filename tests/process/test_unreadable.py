@@ -234,6 +234,43 @@ def test_a_file_whose_handle_the_server_has_forgotten_is_opened_anew_and_no_othe
     assert waits == [f"{path}: {os.strerror(errno.ESTALE)}"]
 
 
+@pytest.mark.parametrize("by_then", ["the same", "another", "gone"])
+def test_what_cannot_be_read_a_second_time_is_tried_again(tier, tmp_path, monkeypatch, by_then):
+    """It was hashed, and fails while it is taken over. What is opened anew need not be what it was."""
+    store = store_of(tmp_path)
+    name = put(store, tier, 1)
+    path = store.path / name / "optimizer.safetensors"
+    broken = path.stat().st_ino
+    original = os.preadv
+    waits = []
+
+    def fail(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if os.fstat(fd).st_ino == broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(fd, buffers, offset)
+
+    def wait(what: str, _pause_s: float) -> None:
+        waits.append(what)
+        content = bytearray(path.read_bytes())
+        content[-1] ^= by_then == "another"
+        path.rename(tmp_path / "before")  # its number stays taken
+        if by_then != "gone":
+            path.write_bytes(content)
+
+    was_open = sorted(Path("/proc/self/fd").iterdir())
+    attempt = partial(patiently, patience_s=DEADLINE_S, on_wait=wait)
+    with open_candidate(newest_first(None, store)[0], tmp_path, attempt=attempt) as reader:
+        monkeypatch.setattr(os, "preadv", fail)
+        if by_then == "the same":
+            assert_holds(reader)
+        else:
+            with pytest.raises(SnapshotDamagedError, match=r"optimizer\.safetensors"):
+                assert_holds(reader)
+    assert waits == [f"{path}: Input/output error"]
+    monkeypatch.undo()
+    assert sorted(Path("/proc/self/fd").iterdir()) == was_open
+
+
 @pytest.mark.parametrize("tier_name", ["memory", "durable"])
 def test_a_snapshot_that_cannot_be_opened_holds_no_file(tier, tmp_path, tier_name):
     """What its trainer.json is, is known last: the checksum is right, and it is no JSON."""
