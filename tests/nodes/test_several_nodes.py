@@ -1,7 +1,7 @@
 """A job on several nodes, whatever happens to them: it goes on, at the exact step, with the exact numbers.
 
 Every test compares with the run of the same job on one rank, to the last bit. Most of what can happen happens in the
-first two, one after the other; each alone, for whoever looks for a cause, is marked `soak`.
+first, one after the other, and in `test_etcd_on_nodes`; each alone, for whoever looks for a cause, is marked `soak`.
 """
 
 from __future__ import annotations
@@ -65,32 +65,6 @@ def test_whatever_happens_to_nodes(cluster: Cluster, tmp_path: Path) -> None:
     job.wait_world_size(first, 2)
     job.finish(first, second)
     job.assert_exact(tmp_path, num_again=3)
-
-
-@pytest.mark.soak
-@NEEDS_ETCD
-def test_whatever_happens_to_etcd(cluster: Cluster, tmp_path: Path) -> None:
-    """All of it is gone for a while, its leader stands still, a member dies with its node: whoever trains, trains."""
-    first, second, third = cluster
-    (tmp_path / "etcd").mkdir()
-    etcd = cluster.etcd(3, tmp_path / "etcd")
-    job = Job(cluster, tmp_path, rendezvous="etcd://" + ",".join(f"{node.address}:2379" for node in cluster))
-    job.start(first, second, third)
-    job.wait_world_size(second, 3)
-    attempt = job.status(second)["attempt"]
-    etcd.kill()
-    job.wait_steps(5)
-    etcd.start()
-    job.wait_steps(3)
-    paused = etcd.pause_leader()
-    job.wait_steps(3)
-    etcd.resume(paused)
-    job.wait_steps(3)
-    assert job.status(second)["attempt"] == attempt
-    first.kill()
-    job.wait_world_size(second, 2)
-    job.finish(second, third)
-    job.assert_exact(tmp_path, num_again=1)
 
 
 @pytest.mark.soak
