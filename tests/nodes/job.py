@@ -21,6 +21,8 @@ TASK = "tests.nodes.tasks:Paced"
 STEPS = 600
 PORT = 29400
 DEADLINE_S = 120.0
+LIMITS = {"step_timeout_s": 5.0}
+"""Of a job whose ranks are to wait for a lost node, while the store cannot be asked, for less than the usual 30 s."""
 _SECTIONS: dict[str, dict[str, Any]] = {
     "train": {"max_steps": STEPS, "global_batch_size": 8, "micro_batch_size": 2, "clip_norm": 0.5},
     "metrics": {"every_steps": 1},
@@ -79,14 +81,31 @@ class Job:
     def state_dir(self, node: Node) -> Path:
         return self.folder / f"state-{node.name}"
 
-    def start(self, *nodes: Node, options: tuple[str, ...] = (), environment: Mapping[str, str] | None = None) -> None:
-        """`elastictrain run` on these nodes; what it says goes to a file for each."""
+    def start(
+        self,
+        *nodes: Node,
+        options: tuple[str, ...] = (),
+        environment: Mapping[str, str] | None = None,
+        file: Path | None = None,
+        cwd: Path | None = None,
+    ) -> None:
+        """`elastictrain run` on these nodes, of their own job file or the one that all have; what it says goes to a
+        file for each. Packages in the folder where it is started come first."""
         for node in nodes:
             with self.output(node).open("a") as output:
                 self.processes[node.index] = node.popen(
-                    [*_COMMAND, "run", self.file, "--state-dir", self.state_dir(node), "--output", "json", *options],
+                    [
+                        *_COMMAND,
+                        "run",
+                        file or self.file,
+                        "--state-dir",
+                        self.state_dir(node),
+                        "--output",
+                        "json",
+                        *options,
+                    ],
                     env={**_environment(), **(environment or {})},
-                    cwd=self.folder,
+                    cwd=cwd or self.folder,
                     stdout=output,
                     stderr=output,
                 )
@@ -118,6 +137,15 @@ class Job:
 
     def wait_world_size(self, node: Node, world_size: int) -> None:
         wait_until(lambda: self.world_size(node) == world_size, DEADLINE_S)
+
+    def misses_the_store(self, node: Node) -> bool:
+        """Whether its status says that the node waits for a store that it does not reach."""
+        return "the store of the rendezvous cannot be reached" in self.status(node).get("reason", "")
+
+    def wait_without_store(self, node: Node) -> None:
+        """Until its ranks have let go, and it says what it waits for."""
+        wait_until(lambda: self.misses_the_store(node), DEADLINE_S)
+        assert self.status(node)["ranks"] == [], "nobody goes on alone"
 
     @property
     def step(self) -> int:

@@ -13,14 +13,12 @@ from elastictrain.drill.nodes.etcd import EtcdOnNodes
 from elastictrain.drill.nodes.node import Node
 from elastictrain.kv.client import EtcdClient, EtcdError
 from elastictrain.kv.settings import EtcdSettings
-from tests.nodes.job import DEADLINE_S, Job
+from tests.nodes.job import LIMITS, Job
 from tests.process.etcd_cluster import NEEDS_ETCD
 from tests.process.helpers import wait_until
 
 pytestmark = NEEDS_ETCD
 OUTAGE_S = 20.0
-LIMITS = {"step_timeout_s": 5.0}
-"""That ranks wait for a lost node, while nobody can be asked whether it is lost."""
 
 
 def write(etcd: EtcdOnNodes, node: Node, value: bytes) -> bool:
@@ -82,15 +80,6 @@ def job_over_etcd(cluster: Cluster, folder: Path) -> tuple[EtcdOnNodes, Job]:
     return etcd, Job(cluster, folder, rendezvous=f"etcd://{members}", supervisor=LIMITS)
 
 
-def misses_the_store(job: Job, node: Node) -> bool:
-    """Whether its status says that the node waits for a store that it does not reach."""
-    return "the store of the rendezvous cannot be reached" in job.status(node).get("reason", "")
-
-
-def wait_without_store(job: Job, node: Node) -> None:
-    wait_until(lambda: misses_the_store(job, node), DEADLINE_S)
-
-
 @pytest.mark.parametrize(
     "is_killed",
     [
@@ -124,14 +113,14 @@ def test_whatever_happens_to_etcd_whoever_trains_trains(cluster: Cluster, tmp_pa
     take_away()
     gone_s = time.monotonic()
     job.start(third)
-    wait_without_store(job, third)
+    job.wait_without_store(third)
     while time.monotonic() - gone_s < OUTAGE_S:
         job.wait_steps(5)
         for node in (first, second):
             status = job.status(node)
             assert (status["state"], status["world_size"]) == ("training", 2)
             assert (status["attempt"], status["incarnation"]) == (before["attempt"], before["incarnation"])
-    assert misses_the_store(job, third)
+    assert job.misses_the_store(third)
     give_back(0, 1, 2)
     for node in cluster:
         job.wait_world_size(node, 3)
@@ -147,8 +136,7 @@ def test_whatever_happens_to_etcd_whoever_trains_trains(cluster: Cluster, tmp_pa
     take_away()
     third.kill()
     for node in (first, second):
-        wait_without_store(job, node)
-        assert job.status(node)["ranks"] == [], "what its rank had is kept, and nobody goes on alone"
+        job.wait_without_store(node)
     give_back(0, 1)
     for node in (first, second):
         job.wait_world_size(node, 2)

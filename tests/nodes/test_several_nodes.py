@@ -6,29 +6,70 @@ first, one after the other, and in `test_etcd_on_nodes`; each alone, for whoever
 
 from __future__ import annotations
 
+import re
+import shutil
 import signal
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 import pytest
 
+from elastictrain import __version__
 from elastictrain.drill.nodes.cluster import Cluster
+from elastictrain.drill.nodes.node import Node
 from tests.nodes.clock import shifted_clock
-from tests.nodes.job import DEADLINE_S, PORT, Job
+from tests.nodes.job import DEADLINE_S, LIMITS, PORT, Job
 from tests.nodes.tasks import HELD_FILE, HOLD_FILE
 from tests.process.etcd_cluster import NEEDS_ETCD
 from tests.process.helpers import ROOT, read_json_lines, wait_until
 
+OTHER_VERSION = "0.0.7"
+OTHER_TORCH = "1.13.7"
+
+
+def start_another_build(job: Job, node: Node, folder: Path) -> None:
+    """The job on a node where everything that has to be the same is not: the package, torch, the job file, the code
+    beside it."""
+    package = folder / "elastictrain"
+    shutil.copytree(ROOT / "elastictrain", package, ignore=shutil.ignore_patterns("__pycache__"))
+    init = package / "__init__.py"
+    init.write_text(init.read_text().replace(__version__, OTHER_VERSION))
+    metadata = folder / f"torch-{OTHER_TORCH}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {OTHER_TORCH}\n")
+    (folder / "job").mkdir()
+    (folder / "job" / "helper.py").write_text("SCALE = 2\n")
+    job.start(
+        node,
+        file=Path(shutil.copy(job.file, folder / "job")),
+        options=("--set", "train.clip_norm=0.25"),
+        cwd=folder,
+    )
+
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_whatever_happens_to_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    """Killed and booted, cut off and healed, stopped and woken, drained and resumed, with wrong clocks, and one with
-    more ranks than the others: one job goes through all of it."""
+    """Refused, cut off and healed, killed and booted, stopped and woken, drained and resumed, with wrong clocks, and
+    one with more ranks than the others: one job goes through all of it, on 4, 3, 1, 2 ranks and more. At last the host
+    of the store dies."""
     first, second, third = cluster
-    job = Job(cluster, tmp_path)
+    job = Job(cluster, tmp_path, supervisor=LIMITS, pause_s=0.1)
     job.start(first)
     job.start(second, environment=shifted_clock(tmp_path, 3600))
     job.wait_world_size(first, 2)
+
+    start_another_build(job, third, tmp_path / "other")
+    assert job.processes[third.index].wait(DEADLINE_S) == 78
+    said = job.output(third).read_text()
+    assert "this node cannot take part with node0" in said
+    assert f"elastictrain is {OTHER_VERSION} here and {__version__} there" in said
+    assert f"torch is {OTHER_TORCH} here and {version('torch')} there" in said
+    assert re.search("job file is [0-9a-f]+ here and [0-9a-f]+ there", said)
+    assert re.search("helper.py is [0-9a-f]+ here and unknown there", said)
+    assert "Traceback" not in said
+
     job.start(third, options=("--set", "elastic.nproc_per_node=2"), environment=shifted_clock(tmp_path, -3600))
     job.wait_world_size(first, 4)
     for view in [job.status(node) for node in cluster]:
@@ -36,18 +77,20 @@ def test_whatever_happens_to_nodes(cluster: Cluster, tmp_path: Path) -> None:
         assert [rank["rank"] for rank in view["ranks"]] == [0, 1, 2, 3]
         assert view["attempt"] == job.status(first)["attempt"] is not None
 
-    third.kill()
-    job.wait_world_size(first, 2)
-    third.boot()
-    job.start(third)
-    job.wait_world_size(first, 3)
-
     second.cut()
-    job.wait_world_size(first, 2)
+    job.wait_world_size(first, 3)
     wait_until(lambda: job.world_size(second) == 0 and not job.status(second)["ranks"], DEADLINE_S)
     job.wait_steps(3)
     assert job.world_size(second) == 0, "who does not reach the store does not train by itself"
+
+    third.kill()
+    job.wait_world_size(first, 1)
+    job.wait_steps(3)
     second.heal()
+    job.wait_world_size(first, 2)
+    job.wait_steps(3)
+    third.boot()
+    job.start(third)
     job.wait_world_size(first, 3)
 
     second.pause()
@@ -61,10 +104,17 @@ def test_whatever_happens_to_nodes(cluster: Cluster, tmp_path: Path) -> None:
     job.tell(third, "resume")
     job.wait_world_size(first, 3)
 
+    first.kill()
+    for node in (second, third):
+        job.wait_without_store(node)
+    first.boot()
+    job.start(first)
+    job.wait_world_size(second, 3)
+
     job.processes[third.index].send_signal(signal.SIGTERM)
     job.wait_world_size(first, 2)
     job.finish(first, second)
-    job.assert_exact(tmp_path, num_again=3)
+    job.assert_exact(tmp_path, num_again=4)
 
 
 @pytest.mark.soak
