@@ -114,7 +114,7 @@ def test_a_killed_drill_leaves_nothing_but_its_scratch_folder(tmp_path):
     assert_nothing_left(tmp_path)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
 def test_an_interrupted_drill_leaves_nothing(tmp_path, signum):
     job = tiny_job(tmp_path)
     scratch = tmp_path / "scratch"

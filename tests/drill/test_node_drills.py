@@ -27,11 +27,17 @@ WORLDS = {
 }
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_every_fault_of_several_nodes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["join-node"], marks=pytest.mark.long, id="one"),
+        pytest.param(list(NODE_FAULTS), marks=pytest.mark.soak, id="every"),
+    ],
+)
+def test_faults_of_several_nodes(tmp_path: Path, names: list[str]) -> None:
     skip_unless_possible()
-    names = [name for name in NODE_FAULTS if name != "pause-etcd-leader" or shutil.which("etcd")]
+    names = [name for name in names if name != "pause-etcd-leader" or shutil.which("etcd")]
     drilled = drill(tmp_path, *names, **TINY, elastic={"reduction": "tree"})
     assert list(drilled.rows) == names, drilled.finished.stderr
     for name, row in drilled.rows.items():
