@@ -1,16 +1,19 @@
 """Measures how long a job on several nodes stands still when one is killed, cut off, or joins.
 
-The nodes are network namespaces on this machine, as those of `elastictrain drill kill-node`: needs root and iproute2.
-Every round is a new job.
+The nodes are network namespaces on this machine, as those of `elastictrain drill kill-node`: needs root and iproute2,
+and etcd-server for `--store etcd`. Every round is a new job, of one rank on each node. The store is a process of ours
+on the first node, or an etcd of three members on hosts of their own. It happens to the last node:
 
-- kill: the whole node dies, in silence; until the survivor's next step. Against plain torchrun with a good script
-  (`recovery_script.py`) in the same namespaces, as it comes and with its rendezvous tuned.
-- cut: the link of a node that has not got the store; until the one side has done its next step, and the other has let
-  its ranks go.
+- kill: the whole node dies, in silence; until the survivors' next step. With our own store, also under plain torchrun
+  with a good script (`recovery_script.py`) in the same namespaces, as it comes and with its rendezvous tuned.
+- cut: its link; until the one side has done its next step, and the other has let its ranks go.
 - join: until the next step of the larger world, from the moment at which the node has everything loaded and says so;
   and how long the training stood still for it.
 
-    sudo .venv/bin/python benchmarks/nodes.py [--faults kill cut join] [--rounds 5] [--json FILE]
+The goals are for the worst of all rounds.
+
+    sudo .venv/bin/python benchmarks/nodes.py [--nodes 2] [--store c10d] [--faults kill cut join] [--rounds 5]
+                                              [--json FILE]
 """
 
 from __future__ import annotations
@@ -18,12 +21,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +40,7 @@ from goals import Goal, judge  # noqa: E402
 from recovery_progress import Progress, read_progress  # noqa: E402
 
 from elastictrain.drill.nodes.cluster import Cluster, why_impossible  # noqa: E402
+from elastictrain.drill.nodes.etcd import EtcdOnNodes  # noqa: E402
 from elastictrain.drill.nodes.node import Node  # noqa: E402
 from elastictrain.heartbeat import Heartbeat, heartbeat_paths, read_heartbeat  # noqa: E402
 from elastictrain.kv.client import EtcdClient, EtcdError  # noqa: E402
@@ -43,12 +50,14 @@ from tests.nodes.job import PORT, Job  # noqa: E402
 
 STEPS = 10**6
 PAUSE_S = 0.005
-"""Of each microbatch: a step has four of them, on one rank or on two."""
+"""Of each microbatch: a step has four of them, on however many ranks."""
 LIMIT_S = 5.0
 """Heartbeat limit of our job (`supervisor.step_timeout_s`), timeout of the script's collectives."""
 KILL_GOAL_S = 5.0
 JOIN_GOAL_S = 3.0
 CUT_GOAL_S = LIMIT_S + 5.0
+NUM_MEMBERS = 3
+"""Of etcd."""
 START_S = 180.0
 RECOVER_S = 300.0
 POLL_S = 0.005
@@ -63,6 +72,57 @@ TORCHRUN = {
 
 T = TypeVar("T")
 Figures = dict[str, list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Of one round.
+
+    Args:
+        cluster: all there are.
+        nodes: those of the job; the last one is the one that something happens to.
+        rendezvous: as the job file says it.
+        endpoints: URLs of the store.
+    """
+
+    cluster: Cluster
+    nodes: list[Node]
+    rendezvous: str
+    endpoints: tuple[str, ...]
+
+    @property
+    def survivors(self) -> list[Node]:
+        return self.nodes[:-1]
+
+    def start(self, folder: Path) -> Job:
+        """The job, on no node so far."""
+        folder.mkdir()
+        limits = {"step_timeout_s": LIMIT_S}
+        return Job(
+            self.cluster, folder, rendezvous=self.rendezvous, supervisor=limits, max_steps=STEPS, pause_s=PAUSE_S
+        )
+
+    def start_all(self, folder: Path) -> tuple[Job, int]:
+        """A job that trains on all nodes; and the number of its worker group."""
+        job = self.start(folder)
+        return job, train_on(job, self.nodes)
+
+
+@contextmanager
+def hosts(folder: Path, num_nodes: int, store: str) -> Iterator[Hosts]:
+    """Nodes that are up, and the store if it is etcd."""
+    with Cluster(num_nodes + (NUM_MEMBERS if store == "etcd" else 0), shared=[folder]) as cluster:
+        nodes, others = cluster.nodes[:num_nodes], cluster.nodes[num_nodes:]
+        if store == "etcd":
+            (folder / "etcd").mkdir(exist_ok=True)
+            etcd = EtcdOnNodes(others, folder / "etcd")
+            etcd.start()
+            etcd.wait_ready()
+            members = ",".join(f"{node.address}:2379" for node in others)
+            yield Hosts(cluster, nodes, f"etcd://{members}", tuple(etcd.urls))
+        else:
+            endpoint = f"{nodes[0].address}:{PORT}"
+            yield Hosts(cluster, nodes, f"c10d://{endpoint}", (f"http://{endpoint}",))
 
 
 def until(look: Callable[[], T | None], deadline_s: float, what: str) -> T:
@@ -92,34 +152,29 @@ def trains(job: Job, node: Node, *, after: int = 0, num_steps: int = 1) -> Heart
     return beat if beat is not None and beat.incarnation > after and beat.steps_done >= num_steps else None
 
 
-def start(cluster: Cluster, folder: Path) -> Job:
-    folder.mkdir()
-    return Job(cluster, folder, supervisor={"step_timeout_s": LIMIT_S}, max_steps=STEPS, pause_s=PAUSE_S)
+def train_on(job: Job, nodes: list[Node]) -> int:
+    """Starts the job on these nodes, waits for its first steps there, and returns the number of the worker group."""
+    job.start(*nodes)
+    until(lambda: job.world_size(nodes[0]) == len(nodes), START_S, f"training on {len(nodes)} node(s)")
+    return until(lambda: trains(job, nodes[0], num_steps=NUM_STEPS), START_S, "the first steps").incarnation
 
 
-def start_both(cluster: Cluster, folder: Path) -> tuple[Job, int]:
-    """A job on two nodes that trains; and the number of its worker group."""
-    job = start(cluster, folder)
-    job.start(cluster[0], cluster[1])
-    until(lambda: job.world_size(cluster[0]) == 2, START_S, "training on two nodes")
-    beat = until(lambda: trains(job, cluster[0], num_steps=NUM_STEPS), START_S, "the first steps")
-    return job, beat.incarnation
-
-
-def kill(cluster: Cluster, folder: Path, figures: Figures) -> None:
-    job, number = start_both(cluster, folder)
+def kill(hosts: Hosts, folder: Path, figures: Figures) -> None:
+    job, number = hosts.start_all(folder)
     began_s = time.monotonic()
-    cluster[1].kill()
-    until(lambda: trains(job, cluster[0], after=number), RECOVER_S, "the survivor's next step")
+    hosts.nodes[-1].kill()
+    until(lambda: trains(job, hosts.nodes[0], after=number), RECOVER_S, "the survivors' next step")
     figures[OURS].append(time.monotonic() - began_s)
 
 
-def cut(cluster: Cluster, folder: Path, figures: Figures) -> None:
-    job, number = start_both(cluster, folder)
+def cut(hosts: Hosts, folder: Path, figures: Figures) -> None:
+    job, number = hosts.start_all(folder)
+    alone = hosts.nodes[-1]
+    num_said = len(job.output(alone).read_text())
     decided_s: dict[str, float] = {}
     sides: Mapping[str, Callable[[], object]] = {
-        "next step": lambda: trains(job, cluster[0], after=number),
-        "let go": lambda: '"restart_planned"' in job.output(cluster[1]).read_text(),
+        "next step": lambda: trains(job, hosts.nodes[0], after=number),
+        "let go": lambda: '"restart_planned"' in job.output(alone).read_text()[num_said:],
     }
 
     def look() -> bool:
@@ -129,21 +184,20 @@ def cut(cluster: Cluster, folder: Path, figures: Figures) -> None:
         return len(decided_s) == len(sides)
 
     began_s = time.monotonic()
-    cluster[1].cut()
+    alone.cut()
     until(look, RECOVER_S, "both sides' decision")
     figures["the side with the store: next step"].append(decided_s["next step"])
     figures["the other side: its ranks are gone"].append(decided_s["let go"])
     figures[OURS].append(max(decided_s.values()))
 
 
-def join(cluster: Cluster, folder: Path, figures: Figures) -> None:
-    job = start(cluster, folder)
-    first, second = cluster[0], cluster[1]
-    job.start(first)
-    number = until(lambda: trains(job, first, num_steps=NUM_STEPS), START_S, "the first steps").incarnation
-    job.start(second)
-    client = EtcdClient(EtcdSettings(endpoints=(f"http://{first.address}:{PORT}",)))
-    ready_s = first.call(lambda: until(lambda: _when_ready(client, second.name), START_S, "the node that joins"))
+def join(hosts: Hosts, folder: Path, figures: Figures) -> None:
+    job = hosts.start(folder)
+    first, newcomer = hosts.nodes[0], hosts.nodes[-1]
+    number = train_on(job, hosts.survivors)
+    job.start(newcomer)
+    client = EtcdClient(EtcdSettings(endpoints=hosts.endpoints))
+    ready_s = first.call(lambda: until(lambda: _when_ready(client, newcomer.name), START_S, "the node that joins"))
     last = (-1, time.monotonic())
 
     def look() -> Heartbeat | None:
@@ -170,8 +224,9 @@ def _when_ready(client: EtcdClient, host: str) -> float | None:
     return time.monotonic() if is_there else None
 
 
-def kill_under_torchrun(cluster: Cluster, folder: Path, figures: Figures, name: str) -> None:
-    """The same with torchrun: the store is in the survivor's agent, or it could not go on at all."""
+def kill_under_torchrun(hosts: Hosts, folder: Path, figures: Figures, name: str) -> None:
+    """The same with torchrun: the store is in a survivor's agent, or it could not go on at all."""
+    nodes = hosts.nodes
     folder.mkdir()
     environment = {
         **os.environ,
@@ -179,15 +234,15 @@ def kill_under_torchrun(cluster: Cluster, folder: Path, figures: Figures, name: 
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "eth0",
     }
-    for node in (cluster[0], cluster[1]):
+    for node in nodes:
         command: list[str | Path] = [
             sys.executable,
             "-m",
             "torch.distributed.run",
-            "--nnodes=1:2",
+            f"--nnodes=1:{len(nodes)}",
             "--nproc-per-node=1",
         ]
-        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={cluster[0].address}:{PORT}", "--rdzv-id=nodes"]
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes[0].address}:{PORT}", "--rdzv-id=nodes"]
         command += [f"--rdzv-conf={TORCHRUN[name]}"] if TORCHRUN[name] else []
         command += [f"--local-addr={node.address}", "--max-restarts=100000", "--monitor-interval=0.1"]
         command += [ROOT / "benchmarks" / "recovery_script.py", folder, str(STEPS), "50", str(LIMIT_S)]
@@ -195,37 +250,37 @@ def kill_under_torchrun(cluster: Cluster, folder: Path, figures: Figures, name: 
             node.popen(command, env=environment, cwd=folder, stdout=output, stderr=output)
 
     def ranks() -> list[Progress]:
-        found = [read_progress(folder, rank) for rank in range(2)]
+        found = [read_progress(folder, rank) for rank in range(len(nodes))]
         return [one for one in found if one is not None and one.step > one.first_step + NUM_STEPS]
 
-    until(lambda: len(ranks()) == 2, START_S, f"training under {name}")
+    until(lambda: len(ranks()) == len(nodes), START_S, f"training under {name}")
     begun = {(one.pid, one.first_step) for one in ranks()}
 
     def next_step() -> bool:
-        found = [read_progress(folder, rank) for rank in range(2)]
+        found = [read_progress(folder, rank) for rank in range(len(nodes))]
         return any(f is not None and (f.pid, f.first_step) not in begun and f.step > f.first_step for f in found)
 
     began_s = time.monotonic()
-    cluster[1].kill()
-    until(next_step, RECOVER_S, f"the survivor's next step under {name}")
+    nodes[-1].kill()
+    until(next_step, RECOVER_S, f"the survivors' next step under {name}")
     figures[name].append(time.monotonic() - began_s)
 
 
 GOALS = {"kill": KILL_GOAL_S, "cut": CUT_GOAL_S, "join": JOIN_GOAL_S}
-MEASURE: dict[str, Callable[[Cluster, Path, Figures], None]] = {"kill": kill, "cut": cut, "join": join}
+MEASURE: dict[str, Callable[[Hosts, Path, Figures], None]] = {"kill": kill, "cut": cut, "join": join}
 
 
-def measure_round(fault: str, folder: Path, figures: Figures, contenders: list[str]) -> int:
-    """One job of each contender, each on nodes of its own; returns how often one did not come to its end."""
+def measure_round(fault: str, folder: Path, figures: Figures, num_nodes: int, store: str, contenders: list[str]) -> int:
+    """One job of each contender, each on nodes of its own; returns how often ours did not come to its end."""
     failed = 0
-    for number, name in enumerate([OURS, *(contenders if fault == "kill" else [])]):
+    for number, name in enumerate([OURS, *(contenders if fault == "kill" and store == "c10d" else [])]):
         print(f"{fault}: {name}", file=sys.stderr, flush=True)
         try:
-            with Cluster(2, shared=[folder]) as cluster:
+            with hosts(folder, num_nodes, store) as these:
                 if name == OURS:
-                    MEASURE[fault](cluster, folder / str(number), figures)
+                    MEASURE[fault](these, folder / str(number), figures)
                 else:
-                    kill_under_torchrun(cluster, folder / str(number), figures, name)
+                    kill_under_torchrun(these, folder / str(number), figures, name)
         except TimeoutError as error:
             print(f"    {name}: {error}", file=sys.stderr, flush=True)
             failed += name == OURS
@@ -248,11 +303,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--faults", nargs="+", default=list(MEASURE), choices=list(MEASURE))
     parser.add_argument("--contenders", nargs="*", default=list(TORCHRUN), choices=list(TORCHRUN))
+    parser.add_argument("--nodes", type=int, default=2, choices=(2, 3, 4), help="once all are there")
+    parser.add_argument("--store", default="c10d", choices=("c10d", "etcd"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     if why := why_impossible():
         print(f"nothing can be measured here: {why}", file=sys.stderr)
+        return 69
+    if chosen.store == "etcd" and shutil.which("etcd") is None:
+        print("nothing can be measured here: etcd is not here: apt-get install etcd-server", file=sys.stderr)
         return 69
     all_figures: dict[str, Any] = {}
     goals = []
@@ -263,11 +323,15 @@ def main() -> int:
             for number in range(chosen.rounds):
                 path = Path(folder) / str(number)
                 path.mkdir()
-                failed += measure_round(fault, path, figures, chosen.contenders)
+                failed += measure_round(fault, path, figures, chosen.nodes, chosen.store, chosen.contenders)
         show(fault, figures)
         all_figures[fault] = dict(figures)
-        median = statistics.median(figures[OURS]) if figures[OURS] else None
-        goals += [Goal(f"{fault}: median", median, GOALS[fault], "s"), Goal(f"{fault}: not recovered", failed, 0)]
+        where = f"{fault}, {chosen.nodes} nodes, {chosen.store}"
+        worst = max(figures[OURS], default=None)
+        goals += [
+            Goal(f"{where}: worst of {len(figures[OURS])}", worst, GOALS[fault], "s"),
+            Goal(f"{where}: not recovered", failed, 0),
+        ]
     if chosen.json:
         chosen.json.write_text(json.dumps(all_figures, indent=2) + "\n")
     return judge(goals)

@@ -395,8 +395,8 @@ def test_nothing_outlives(tmp_path: Path, victim: str) -> None:
     ("victim", "kind"),
     [
         ("supervisor", "lock"),
-        pytest.param("supervisor", "stop", marks=pytest.mark.long),
-        pytest.param("agent", "lock", marks=pytest.mark.long),
+        pytest.param("supervisor", "stop", marks=pytest.mark.soak),
+        pytest.param("agent", "lock", marks=pytest.mark.soak),
         pytest.param("agent", "stop", marks=pytest.mark.long),
     ],
 )
