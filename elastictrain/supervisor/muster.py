@@ -364,12 +364,13 @@ class Muster:
     async def _run(self) -> None:
         while True:
             self._poke.clear()
+            began_s = self._clock()
             try:
                 await self._look()
             except EtcdError as error:
-                self._could_not_look(str(error))
+                self._could_not_look(str(error), began_s)
             except Exception as error:  # noqa: BLE001 - whatever it is: who looks no more is lost, and hears of nothing
-                self._could_not_look(f"{type(error).__name__}: {error}")
+                self._could_not_look(f"{type(error).__name__}: {error}", began_s)
             async with self._changed:
                 self._changed.notify_all()
             interval_s = BUSY_S if self._standing not in (Standing.RUNNING, Standing.AWAY) else CALM_S
@@ -466,16 +467,19 @@ class Muster:
         self._mine = None
         self._orders.abandon(reason)
 
-    def _could_not_look(self, why: str) -> None:
+    def _could_not_look(self, why: str, began_s: float) -> None:
+        """One failure may come of this process having stood still. Two in a row are the store's, since the first began:
+        where several members are silent, each takes seconds."""
         now_s = self._clock()
         self._away_why = why
+        has_failed_before = self._away_since_s is not None
         if self._away_since_s is None:
-            self._away_since_s = now_s
+            self._away_since_s = began_s
             self._emit("store_away", why=why)
         if self._standing in _RUNS and self._mine is not None and self._orders is not None:
             waits_s, limit_s = self._orders.waits_since_s()
             away_s = now_s - self._away_since_s
-            if min(waits_s, away_s) > max(limit_s, self._timeout_s):
+            if has_failed_before and min(waits_s, away_s) > max(limit_s, self._timeout_s):
                 self._order_to_abandon("this node is cut off: its ranks wait for others, and the store is not reached")
             elif now_s - self._looked_s > self._store_timeout_s:
                 why = f"the store has not been reached for {self._store_timeout_s:g} s"

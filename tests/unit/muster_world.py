@@ -80,7 +80,7 @@ class _Wire(Executor):
             try:
                 result = fn(*args, **kwargs)
             except EtcdUnavailableError as error:
-                self._loop.call_later(REQUEST_TIMEOUT_S, answer, error, None)
+                self._loop.call_later(self._node.world.request_timeout_s, answer, error, None)
             except BaseException as error:  # noqa: BLE001 - the caller's
                 answer(error, None)
             else:
@@ -91,7 +91,7 @@ class _Wire(Executor):
                 answer(None, result)
             else:  # carried out, and nobody hears of it
                 lost = EtcdUnavailableError("the answer was lost")
-                self._loop.call_later(REQUEST_TIMEOUT_S, answer, lost, None)
+                self._loop.call_later(self._node.world.request_timeout_s, answer, lost, None)
 
         def answer(error: BaseException | None, result: _T | None) -> None:
             self._queue.pop(0)
@@ -412,6 +412,7 @@ class World:
             takeover_s=STORE_TIMEOUT_S + STOPPING_S,
         )
         self.store = Store()
+        self.request_timeout_s = REQUEST_TIMEOUT_S
         self.cuts: set[frozenset[str]] = set()
         self.disks: dict[str, Disk] = {name: Disk() for name in names}
         self.called: dict[str, str] = {}

@@ -10,7 +10,16 @@ import pytest
 
 from elastictrain.core.membership import LONGEST_WARMING_S, Standing
 from elastictrain.supervisor import links, muster
-from tests.unit.muster_world import STORE, STORE_TIMEOUT_S, PlayedLinks, World, fake_listen, play
+from tests.unit.muster_world import (
+    COLLECTIVE_LIMIT_S,
+    REQUEST_TIMEOUT_S,
+    STORE,
+    STORE_TIMEOUT_S,
+    PlayedLinks,
+    World,
+    fake_listen,
+    play,
+)
 
 NUM_SCHEDULES = 60
 
@@ -74,6 +83,35 @@ def test_the_side_that_reaches_the_store_goes_on_and_the_other_stops() -> None:
         await world.train_together("a", "b", "c")
 
     play("abc", it)
+
+
+def test_who_is_cut_off_has_decided_in_time_though_each_of_three_members_is_waited_for() -> None:
+    async def it(world: World) -> None:
+        world.request_timeout_s = 3 * REQUEST_TIMEOUT_S
+        world.boot("a", "b")
+        await world.train_together("a", "b")
+        world.cut_off("b")
+        await world.until(lambda: world.nodes["b"].life is None, COLLECTIVE_LIMIT_S + 5.0)
+        await world.train_together("a")
+
+    play("ab", it)
+
+
+def test_one_request_that_fails_is_no_sign_of_a_cut_however_long_it_took() -> None:
+    """As when all nodes stood still together: the ranks have waited, and the store is there."""
+
+    async def it(world: World) -> None:
+        world.request_timeout_s = 10 * COLLECTIVE_LIMIT_S
+        world.boot("a", "b")
+        await world.train_together("a", "b")
+        world.store.is_up = False
+        world.cut("a", "b")
+        await world.until(lambda: "store_away" in {kind for kind, _ in world.nodes["b"].events})
+        world.heal()
+        await world.more_steps(10)
+        assert world.last_number == 1
+
+    play("ab", it)
 
 
 def test_of_nodes_that_reach_the_store_and_not_each_other_some_go_on() -> None:
