@@ -48,7 +48,7 @@ from elastictrain.supervisor.team import Assignment, Orders
 CALM_S = 0.5
 """Between two looks at the others while ranks run."""
 BUSY_S = 0.1
-"""The same while a worker group is being put together."""
+"""The same while a worker group is being put together, and while ranks wait and a member is not heard of."""
 WONDER_S = 1.0
 """Ranks that have stood still for so long may wait for a node that is not reached."""
 MIN_LEASE_S = 30
@@ -373,10 +373,20 @@ class Muster:
                 self._could_not_look(f"{type(error).__name__}: {error}", began_s)
             async with self._changed:
                 self._changed.notify_all()
-            interval_s = BUSY_S if self._standing not in (Standing.RUNNING, Standing.AWAY) else CALM_S
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(interval_s):  # unlike `wait_for` of 3.11 it never swallows a cancellation
+                async with asyncio.timeout(
+                    self._interval_s()
+                ):  # unlike `wait_for` of 3.11 it never swallows a cancellation
                     await self._poke.wait()
+
+    def _interval_s(self) -> float:
+        """Until the next look."""
+        if self._standing not in (Standing.RUNNING, Standing.AWAY):
+            return BUSY_S
+        assert self._orders is not None
+        late = self._mine is not None and self._seen.are_late(self._mine, WONDER_S, self._clock())
+        # Every moment in which a member is not yet known to be lost is one in which nobody trains.
+        return BUSY_S if late and self._orders.waits_since_s()[0] >= WONDER_S else CALM_S
 
     async def _look(self) -> None:
         self._turn += 1

@@ -82,6 +82,11 @@ class Outlook:
         absent = [m.node for m in (plan.members if plan is not None else ()) if m.node not in living]
         return min(self._sightings.silent_s(name, now_s) for name in (_PLAN_SEEN, *absent))
 
+    def are_late(self, plan: Plan, after_s: float, now_s: float) -> bool:
+        """Whether one of the plan's other members has not been heard of for so long."""
+        records = (member.node for member in plan.members if member.node in self._others)
+        return any(self._sightings.silent_s(name, now_s) >= after_s for name in records)
+
     def news(self, node: str) -> Mapping[str, dict[str, Any]]:
         """The last that rank zero has said of each kind, if it is on this node."""
         record = self._others.get(node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -12,6 +13,7 @@ from elastictrain.core.membership import LONGEST_WARMING_S, Standing
 from elastictrain.supervisor import links, muster
 from tests.unit.muster_world import (
     COLLECTIVE_LIMIT_S,
+    NODE_TIMEOUT_S,
     REQUEST_TIMEOUT_S,
     STORE,
     STORE_TIMEOUT_S,
@@ -70,6 +72,25 @@ def test_a_killed_node_is_done_without_and_taken_in_again() -> None:
         await world.train_together("a", "b", "c", limit_s=10.0)
 
     play("abc", it)
+
+
+def test_whenever_a_node_dies_the_others_know_as_soon_as_its_time_is_up() -> None:
+    """Not at whatever look comes next."""
+    late_s = []
+
+    async def it(world: World, moment_s: float) -> None:
+        world.boot("a", "b", "c")
+        await world.train_together("a", "b", "c")
+        await asyncio.sleep(moment_s)
+        world.kill("b")
+        died_s = world.now_s
+        await world.until(lambda: any(kind == "abandoned" for kind, _ in world.nodes["a"].events))
+        late_s.append(world.now_s - died_s - NODE_TIMEOUT_S)
+
+    for number in range(10):
+        play("abc", partial(it, moment_s=number * muster.CALM_S / 10))
+    # Its last record is seen up to `CALM_S` late.
+    assert max(late_s) < muster.CALM_S + muster.BUSY_S
 
 
 def test_the_side_that_reaches_the_store_goes_on_and_the_other_stops() -> None:
