@@ -79,7 +79,7 @@ def test_whatever_happens_to_nodes(cluster: Cluster, tmp_path: Path) -> None:
 
     second.cut()
     job.wait_world_size(first, 3)
-    wait_until(lambda: job.world_size(second) == 0 and not job.status(second)["ranks"], DEADLINE_S)
+    wait_until(lambda: job.world_size(second) == 0 and not job.own_ranks(second), DEADLINE_S)
     job.wait_steps(3)
     assert job.world_size(second) == 0, "who does not reach the store does not train by itself"
 
@@ -242,7 +242,7 @@ def test_who_has_the_store_goes_on_when_the_link_is_cut(cluster: Cluster, tmp_pa
     second.cut()
     job.wait_world_size(first, 1)
     # The one that is cut off has let its rank go, and does not train by itself.
-    wait_until(lambda: job.world_size(second) == 0 and not job.status(second)["ranks"], DEADLINE_S)
+    wait_until(lambda: job.world_size(second) == 0 and not job.own_ranks(second), DEADLINE_S)
     job.wait_steps(3)
     assert job.world_size(second) == 0
     second.heal()
