@@ -279,7 +279,7 @@ class Node:
         self.events: list[tuple[str, dict[str, Any]]] = []
         loop = asyncio.get_running_loop()
         self.muster = Muster(
-            Self("job", world.called.get(name, name), name, name, 1, {"torch": "2"}),
+            Self("job", world.called.get(name, name), name, name, 1, world.differing.get(name, {"torch": "2"})),
             cast("EtcdClient", _Client(world, self)),
             world.bounds,
             node_timeout_s=NODE_TIMEOUT_S,
@@ -417,6 +417,8 @@ class World:
         self.disks: dict[str, Disk] = {name: Disk() for name in names}
         self.called: dict[str, str] = {}
         """Nodes that go by the name of another."""
+        self.differing: dict[str, Mapping[str, str]] = {}
+        """What has to be the same on all nodes, of those where it is not."""
         self.nodes: dict[str, Node] = {}
         self.dead: list[Node] = []
         self.plans: dict[int, str] = {}

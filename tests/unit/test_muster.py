@@ -417,6 +417,47 @@ def test_a_node_with_the_name_of_one_that_trains_is_refused_and_the_others_hear_
     play("abz", it, max_nodes=4)
 
 
+OTHER = "this node cannot take part with a: torch is 3 here and 2 there"
+
+
+def test_a_node_that_differs_is_refused_by_name_and_the_others_train_on() -> None:
+    async def it(world: World) -> None:
+        world.boot("a", "b")
+        await world.train_together("a", "b")
+        world.differing["c"] = {"torch": "3"}
+        world.boot("c")
+        await world.until(world.nodes["c"].task.done)
+        assert world.nodes["c"].stopped == OTHER
+        await world.more_steps(50)
+        assert world.last_number == 1, "nobody has ended it"
+        assert world.trains_with() == {"a", "b"}
+
+    play("abc", it)
+
+
+def test_a_node_that_comes_back_with_another_version_turns_nobody_away() -> None:
+    """Though it was the first of the worker group, with which all others must agree."""
+
+    async def it(world: World) -> None:
+        world.boot("a", "b", "c")
+        await world.train_together("a", "b", "c")
+        plan = world.nodes["a"].disk.plan
+        assert plan is not None
+        first = plan.members[0].node
+        world.kill(first)
+        rest = sorted({*"abc"} - {first})
+        await world.train_together(*rest)
+        world.differing[first] = {"torch": "3"}
+        world.boot(first)
+        await world.until(world.nodes[first].task.done)
+        refused = world.nodes[first].stopped
+        assert refused == f"this node cannot take part with {rest[0]}: torch is 3 here and 2 there"
+        await world.more_steps(20)
+        assert world.trains_with() == {*rest}
+
+    play("abc", it)
+
+
 def test_of_two_nodes_with_one_name_that_start_together_one_is_refused() -> None:
     async def it(world: World) -> None:
         world.called["z"] = "a"
