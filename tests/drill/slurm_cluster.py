@@ -1,4 +1,4 @@
-"""Slurm on loopback: munged, slurmctld and one slurmd, of our own, with ports and folders of their own."""
+"""Slurm on loopback: munged, slurmctld and a slurmd per node, of our own, with ports and folders of their own."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SlurmctldPort={ctld_port}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge/socket,cred_expire=5
 StateSaveLocation={folder}/ctld
-SlurmdSpoolDir={folder}/slurmd
+SlurmdSpoolDir={folder}/slurmd-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
@@ -39,10 +39,10 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 AccountingStorageType=accounting_storage/none
-NodeName=node NodeHostname=localhost NodeAddr=127.0.0.1 Port={slurmd_port} CPUs={num_cpus} State=UNKNOWN
-PartitionName=low Nodes=node Default=YES State=UP PriorityTier=1 GraceTime={grace_time_s}
-PartitionName=high Nodes=node State=UP PriorityTier=10 PreemptMode=OFF
+PartitionName=low Nodes=ALL Default=YES State=UP PriorityTier=1 GraceTime={grace_time_s}
+PartitionName=high Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF
 """
+NODE = "NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs={num_cpus} State=UNKNOWN\n"
 
 
 def skip_unless_possible() -> None:
@@ -55,41 +55,43 @@ def skip_unless_possible() -> None:
 
 
 class Slurm:
-    """A cluster of one node.
+    """A cluster of nodes that are all this host: Debian's Slurm is made for several slurmd on one.
 
     Args:
         folder: for everything.
+        num_nodes: node0, node1 and so on.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, num_nodes: int) -> None:
         self._folder = folder
+        self._nodes = [f"node{i}" for i in range(num_nodes)]
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
 
     def start(self) -> None:
         munge = self._folder / "munge"
-        for folder in (munge, self._folder / "ctld", self._folder / "slurmd"):
+        for folder in (munge, self._folder / "ctld", *(self._folder / f"slurmd-{node}" for node in self._nodes)):
             folder.mkdir(parents=True)
         munge.chmod(0o700)
         (munge / "key").touch(0o400)
         (munge / "key").write_bytes(secrets.token_bytes(64))
-        ctld_port, slurmd_port = free_ports(2)
+        ctld_port, *ports = free_ports(1 + len(self._nodes))
         (self._folder / "slurm.conf").write_text(
-            CONFIG.format(
-                folder=self._folder,
-                ctld_port=ctld_port,
-                slurmd_port=slurmd_port,
-                num_cpus=os.cpu_count(),
-                grace_time_s=GRACE_TIME_S,
+            "".join(
+                NODE.format(name=name, port=port, num_cpus=os.cpu_count())
+                for name, port in zip(self._nodes, ports, strict=True)
             )
+            + CONFIG.format(folder=self._folder, ctld_port=ctld_port, grace_time_s=GRACE_TIME_S)
         )
         names = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         # --force: it does not like the folders above ours, which others may write to.
         self._daemon("munged", "--foreground", "--force", *(f"--{key}={munge / name}" for key, name in names.items()))
         wait_until((munge / "socket").exists)
         self._daemon("slurmctld", "-D", "-c")
-        self._daemon("slurmd", "-D", "-N", "node")
-        wait_until(lambda: self.run("sinfo", "--noheader", "--format=%T", check=False).startswith("idle"))
+        for node in self._nodes:
+            self._daemon("slurmd", "-D", "-N", node)
+        idle = ["sinfo", "--noheader", "--Node", "--partition=low", "--states=idle", "--format=%N"]
+        wait_until(lambda: self.run(*idle, check=False).split() == self._nodes)
 
     def _daemon(self, program: str, *args: str) -> None:
         with (self._folder / f"{program}.log").open("ab") as log:
