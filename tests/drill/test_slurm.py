@@ -143,11 +143,10 @@ def test_whatever_slurm_does_it_goes_on(slurm: Slurm, tmp_path: Path) -> None:
     before = len(job.steps())
     job.trains(restarts=1, after=before)
 
-    # Somebody more important wants the node. Slurm tells the tasks, and not the script.
+    # Somebody more important wants all nodes. Slurm tells the tasks, and not the script.
     before = len(job.steps())
-    urgent = slurm.run(
-        "sbatch", "--parsable", "--partition=high", "--exclusive", "--output=/dev/null", "--wrap=sleep 600"
-    )
+    options = ["--parsable", "--nodes=2", "--partition=high", "--exclusive", "--output=/dev/null"]
+    urgent = slurm.run("sbatch", *options, "--wrap=sleep 600")
     wait_until(lambda: slurm.show(urgent)["JobState"] == "RUNNING", DEADLINE_S)
     # The node is given on at once; the old job's end may still be on its way into the books.
     wait_until(lambda: (job.show()["JobState"], int(job.show()["Restarts"])) == ("PENDING", 2), DEADLINE_S)
