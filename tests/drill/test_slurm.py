@@ -210,16 +210,15 @@ def test_several_nodes_go_on_and_end_with_the_first(slurm: Slurm, tmp_path: Path
     job.submit()
     trains_on_both(restarts=0)
 
-    # Another node than the first: the job goes on without it.
-    job.kill_supervisor(1)
-    wait_until(partial(is_in_group_of, 1, job.state_dir(0)), DEADLINE_S)
-    job.trains(restarts=0)
-
     # The time is nearly over: all keep their state, though they have two steps of the allocation.
     slurm.run("scancel", "--signal=TERM", "--batch", job.id)
     before = len(job.steps())
     trains_on_both(restarts=1, after=before)
+    assert "the supervisor of the first node ended with 80" in job.log()
+    assert "those of the others ended with 80" in job.log()
     assert "stops the others" not in job.log()
+    steps = job.steps()
+    assert steps == list(range(len(steps))), "none done twice, none left out"
 
     # The first: with it goes the store, and what is left is stopped, so that Slurm can queue it again.
     job.kill_supervisor(0)
@@ -227,11 +226,17 @@ def test_several_nodes_go_on_and_end_with_the_first(slurm: Slurm, tmp_path: Path
     trains_on_both(restarts=2, after=before + 20)
     assert "the supervisor of the first node ended with 137" in job.log()
     assert "stops the others, which have no store any more" in job.log()
-    assert "those of the others ended with 80" in job.log()
+    assert job.log().count("those of the others ended with 80") == 2
+
+    # Another node than the first: the job goes on without it.
+    job.kill_supervisor(1)
+    wait_until(partial(is_in_group_of, 1, job.state_dir(0)), DEADLINE_S)
+    job.trains(restarts=2)
 
     (tmp_path / HURRY_FILE).touch()
     end = job.ends()
     assert (end["JobState"], end["ExitCode"]) == ("COMPLETED", "0:0")
+    assert "those of the others ended with 137" in job.log()
     assert set(job.steps()) == set(range(STEPS))
 
 
