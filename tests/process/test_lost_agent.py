@@ -129,7 +129,7 @@ def test_an_agent_that_is_stuck_in_a_call_of_the_store_is_killed_after_its_limit
     (tmp_path / RUNS_DIR).mkdir()
     (tmp_path / "plan.json").write_text(json.dumps({"steps": 5, "faults": []}))
     kept = Kept()
-    limits = CONFIG.supervisor.model_copy(update={"startup_timeout_s": 15.0})
+    limits = CONFIG.supervisor.model_copy(update={"startup_timeout_s": 10.0})
     config = CONFIG.model_copy(update={"supervisor": limits})
     incarnations: list[Incarnation] = []
 
@@ -160,8 +160,6 @@ def test_an_agent_that_is_stuck_in_a_call_of_the_store_is_killed_after_its_limit
     assert ending.state is State.COMPLETED
     ends = [fields for kind, fields in kept.events if kind == "incarnation_ended"]
     assert "no heartbeat" in ends[0]["cause"], ends
-    silent.setblocking(False)
-    silent.accept()[0].close()  # it had got so far
     assert len(ends) == 2
     pid = incarnations[0].agent_pid
     assert pid is not None
