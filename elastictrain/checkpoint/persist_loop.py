@@ -152,7 +152,9 @@ class Report:
 
     @property
     def event_fields(self) -> dict[str, Any]:
-        return self.fields if self.kind in ("tidied", "uploads_aborted") else {"at_step": self.global_step, **self.fields}
+        return (
+            self.fields if self.kind in ("tidied", "uploads_aborted") else {"at_step": self.global_step, **self.fields}
+        )
 
 
 class PersistLoop:

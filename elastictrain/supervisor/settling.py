@@ -70,8 +70,8 @@ async def settle(
     except (OSError, ValueError, KeyError, TypeError):
         return None  # it never came so far that a rank could have begun
     state_dir = Path(spec.state_dir)
-    tiers = NodeTiers.of_job(config.checkpoint, job=config.name, state_dir=state_dir)
     try:
+        tiers = NodeTiers.of_job(config.checkpoint, job=config.name, state_dir=state_dir)
         newest, durable = await asyncio.to_thread(_newest, tiers, spec.run_id, DurableNote(state_dir))
     except (OSError, ElasticTrainError) as error:
         emit("snapshot_not_durable", at_step=None, kept_in=config.checkpoint.memory_path, last_error=str(error))

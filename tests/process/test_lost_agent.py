@@ -1,4 +1,4 @@
-"""Whose failure it is: of an agent that has no ranks yet and ends, or hangs; of ends that every node blames on others."""
+"""Whose failure it is: of an agent without ranks that ends, or hangs; of ends that every node blames on others."""
 
 from __future__ import annotations
 
