@@ -158,6 +158,13 @@ class Checkpointing:
         )
         if self._session.place.is_rank_zero:
             self._report_hyperparameters(restored)
+            for name in state.not_laid_out_anew:
+                self._log.warning(
+                    "schedule_goes_on_from_last_rate",
+                    scheduler=name,
+                    hint="Its length has changed, and its rate by the new one cannot be computed from the step alone: "
+                    "keep the length, or define _get_closed_form_lr.",
+                )
         return restored
 
     def _note_memory(self) -> None:

@@ -137,6 +137,8 @@ class TrainingState:
         self._parameters = held
         self._built_with = built_with(optimizer, self._precision.scaler)
         self._hyperparameters = self._built_with
+        self.not_laid_out_anew: list[str] = []
+        """Classes of schedulers for which `load` could not compute the rate by the new length of the run."""
 
     # ---- out
 
@@ -339,7 +341,7 @@ class TrainingState:
             if not changed:
                 self._hyperparameters = trainer.get("hyperparameters", self._built_with)
         if self._scheduler is not None and plain["scheduler"] is not None:
-            load_scheduler(self._scheduler, plain["scheduler"], own_rates=changed)
+            self.not_laid_out_anew = load_scheduler(self._scheduler, plain["scheduler"], own_rates=changed)
         if self._precision.scaler is not None and plain["scaler"]:
             scaling = plain["scaler"]
             if changed:

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import (
     LRScheduler,
     MultiStepLR,
     OneCycleLR,
+    PolynomialLR,
     ReduceLROnPlateau,
     SequentialLR,
     StepLR,
@@ -145,7 +146,26 @@ def make_scheduler(name: str, optimizer: Optimizer, num_steps: int) -> LRSchedul
                 ],
                 milestones=[3, 6],
             )
+        case "warm cosine" | "warm polynomial":
+            warm = LinearLR(optimizer, 0.1, total_iters=2)
+            kind = CosineAnnealingLR if name == "warm cosine" else PolynomialLR
+            return SequentialLR(optimizer, [warm, kind(optimizer, num_steps - 2)], milestones=[2])
+        case "own":
+            return Own(optimizer, num_steps)
     raise ValueError(name)
+
+
+class Own(LRScheduler):
+    """Goes down to zero at the end; each rate follows from the one before."""
+
+    def __init__(self, optimizer: Optimizer, total_iters: int) -> None:
+        self.total_iters = total_iters
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        left = self.total_iters - self.last_epoch
+        factor = left / (left + 1) if self.last_epoch else 1.0
+        return [group["lr"] * factor for group in self.optimizer.param_groups]
 
 
 class Resumable:

@@ -159,6 +159,27 @@ def test_a_schedule_over_the_whole_run_is_laid_out_for_the_new_limit(tmp_path: P
     assert rates[-1] < rates[-2] < rates[-3], "it comes down at the new end"
 
 
+@pytest.mark.parametrize("name", ["warm cosine", "warm polynomial"])
+def test_a_schedule_within_a_schedule_is_laid_out_for_the_new_limit(tmp_path: Path, name: str) -> None:
+    """Its rate had come down to zero, and all that follows from that one would be zero as well; the run goes on at the
+    rates that it would have had with this limit from the start."""
+    whole = go(tmp_path / "whole", params={"scheduler": name})
+    # The rate of the step after the last, which is what a run goes on with, is zero with this limit.
+    go(tmp_path / "cut", params={"scheduler": name}, overrides=["train.max_steps=5"])
+    run = go(tmp_path / "cut", params={"scheduler": name})
+    rates = [[line["lr"] for line in which.metrics() if line["step"] > 5] for which in (run, whole)]
+    assert len(rates[0]) == 4
+    assert rates[0] == pytest.approx(rates[1], rel=1e-9)
+    assert not run.events("schedule_goes_on_from_last_rate")
+
+
+def test_a_schedule_that_cannot_be_laid_out_anew_is_named(tmp_path: Path) -> None:
+    go(tmp_path, params={"scheduler": "own"}, overrides=["train.max_steps=4"])
+    longer = go(tmp_path, params={"scheduler": "own"}, overrides=["train.max_steps=6"])
+    (event,) = longer.events("schedule_goes_on_from_last_rate")
+    assert event["scheduler"] == "Own"
+
+
 def test_a_run_of_which_nothing_is_left_to_do(tmp_path: Path) -> None:
     whole = go(tmp_path)
     before = kept(tmp_path)
