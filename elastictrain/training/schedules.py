@@ -107,9 +107,7 @@ def _rates_now(scheduler: Any) -> Rates | None:
         return None
     if isinstance(scheduler, OneCycleLR) and scheduler.last_epoch > scheduler.total_steps:
         return None  # beyond its end it raises
-    scheduler._get_lr_called_within_step = (
-        True  # or it warns: it takes whoever calls it for one who wants the last rate
-    )
+    scheduler._get_lr_called_within_step = True  # or it warns of a caller who may want the last rate instead
     try:
         return list(scheduler.get_lr())
     finally:
@@ -120,9 +118,10 @@ def _product_now(chained: Any) -> Rates | None:
     """Of a chain whose links each multiply the rate by a factor of their own; one that has a floor does not."""
     rates: Rates | None = None
     for link in chained._schedulers:
-        if not hasattr(link, "_get_closed_form_lr") or getattr(link, "eta_min", 0):
+        floor = getattr(link, "eta_min", 0)
+        if not hasattr(link, "_get_closed_form_lr") or floor:
             return None
-        of_link = link._get_closed_form_lr()
+        of_link: Rates = link._get_closed_form_lr()
         if rates is None:
             rates = list(of_link)
         else:
