@@ -112,8 +112,9 @@ class Loop:
             if self._reporter.due(number):
                 self._reporter.report()
             if self._snapshotter is not None:
-                asked = session.take_snapshot_request() and self._snapshotter.last_step != number
-                if asked or self._snapshotter.due(number):
+                if session.take_snapshot_request():
+                    self._snapshotter.ask()
+                if self._snapshotter.due(number):
                     self._snapshot()
             if self._evaluation.due(number, epochs_before, plan.epochs_done(session.sample_position)):
                 self.evaluate()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from time import perf_counter
 
@@ -19,12 +19,15 @@ import torch
 
 from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
 from elastictrain.checkpoint.memory_tier import Declined, MemoryTier
-from elastictrain.checkpoint.persister_client import Persister
+from elastictrain.checkpoint.persister_client import Persister, PersisterStatus
 from elastictrain.core.snapshot_interval import LastSnapshot, SnapshotSchedule, is_due
 from elastictrain.errors import ElasticTrainError
 from elastictrain.logs import Logger
 from elastictrain.training.snapshot_writer import Filling, Origin, SnapshotWriter, StateMovedError
 from elastictrain.training.state import Captured, TrainingState
+
+RETRY_S = 1.0
+"""After a refusal, how long the next attempt waits where no persister reports anything: somebody else read the slot."""
 
 
 class Taken(Enum):
@@ -34,6 +37,21 @@ class Taken(Enum):
     DECLINED = "declined"
     """All slots hold what is not durable yet; later there will be one."""
     FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Why there is to be no attempt for a while.
+
+    Args:
+        outcome: of the last one.
+        at_s: when that was.
+        persister: where durability stood then: once it has moved there may be a slot.
+    """
+
+    outcome: Taken
+    at_s: float
+    persister: PersisterStatus | None
 
 
 class Snapshotter:
@@ -80,6 +98,10 @@ class Snapshotter:
         self._is_prepared = False
         self._filling: Filling | None = None
         """The snapshot in progress, until the state may change."""
+        self._is_asked = False
+        """One is wanted whether or not it is due, until it has begun."""
+        self._refusal: _Refusal | None = None
+        """Of the last attempt; None once one has begun."""
         self.last: MemorySnapshot | None = None
         """The newest complete snapshot of this process."""
         self.stall_s = 0.0
@@ -89,10 +111,20 @@ class Snapshotter:
     # ---- what the loop calls
 
     def due(self, global_step: int) -> bool:
-        """Whether a snapshot should be taken at this step."""
+        """Whether a snapshot should be taken at this step. Not at every step anew where one has been refused."""
         if not self._is_prepared:  # an optimizer has all its state after its first step only
             self.prepare()
-        return is_due(self._schedule, self._last, global_step=global_step, now_s=perf_counter(), mtbf_s=self._mtbf_s)
+        now_s = perf_counter()
+        last = self._last
+        due = is_due(self._schedule, last, global_step=global_step, now_s=now_s, mtbf_s=self._mtbf_s)
+        wanted = due or (self._is_asked and global_step > last.global_step)
+        if not wanted or self._refusal is None or (due and self._refusal.outcome is Taken.FAILED):
+            return wanted
+        return now_s - self._refusal.at_s >= RETRY_S or self._persister_status() != self._refusal.persister
+
+    def ask(self) -> None:
+        """Has a snapshot taken as soon as there is a slot for it, due or not."""
+        self._is_asked = True
 
     @property
     def last_step(self) -> int:
@@ -126,18 +158,28 @@ class Snapshotter:
         """
         began_s = perf_counter()
         self._wait_for_thread(num_slots_wanted=1)
-        captured = self._state.capture()
-        step = captured.counters.global_step
-        self._writer.lay_out(captured)
         try:
-            filling = self._writer.begin(captured)
+            slot = self._writer.reserve()
         except (OSError, ElasticTrainError) as error:
-            self._log.warning("snapshot_failed", at_step=step, error=str(error))
-            self._last = replace(self._last, global_step=step, ended_s=perf_counter())  # not again at every step
-            return Taken.FAILED
+            return self._failed(error)
+        if isinstance(slot, Declined):
+            return self._declined(slot)
+        try:
+            captured = self._state.capture()
+            self._writer.lay_out(captured)
+        except BaseException:
+            if slot is not None:
+                slot.abort()
+            raise
+        try:
+            filling = self._writer.begin(captured, slot)
+        except (OSError, ElasticTrainError) as error:
+            return self._failed(error)
         if isinstance(filling, Declined):
-            self._log.warning("snapshot_left_out", at_step=step, reason=filling.reason)
-            return Taken.DECLINED
+            return self._declined(filling)
+        step = filling.global_step
+        self._is_asked = False
+        self._refusal = None
         self._filling = filling
         self._last = replace(self._last, global_step=step, ended_s=perf_counter())  # the thread's from here on
         self._num_slots_wanted = 2
@@ -145,6 +187,22 @@ class Snapshotter:
         self.stall_s += perf_counter() - began_s
         self.num_taken += 1
         return Taken.BEGUN
+
+    def _failed(self, error: Exception) -> Taken:
+        step = self._state.global_step
+        self._log.warning("snapshot_failed", at_step=step, error=str(error))
+        self._last = replace(self._last, global_step=step, ended_s=perf_counter())  # not again at every step
+        self._refusal = _Refusal(Taken.FAILED, perf_counter(), self._persister_status())
+        return Taken.FAILED
+
+    def _declined(self, declined: Declined) -> Taken:
+        if self._refusal is None or self._refusal.outcome is not Taken.DECLINED:  # once, until one has begun
+            self._log.warning("snapshot_left_out", at_step=self._state.global_step, reason=declined.reason)
+        self._refusal = _Refusal(Taken.DECLINED, perf_counter(), self._persister_status())
+        return Taken.DECLINED
+
+    def _persister_status(self) -> PersisterStatus | None:
+        return self._persister.status if self._persister is not None else None
 
     def before_change(self) -> None:
         """Waits until the state of the snapshot in progress has been copied: it is about to change."""

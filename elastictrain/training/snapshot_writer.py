@@ -159,8 +159,24 @@ class SnapshotWriter:
                     for file, tensors in captured.files.items():
                         self._views.of(files, file, tensors)
 
-    def begin(self, captured: Captured) -> Filling | Declined:
+    def reserve(self) -> SlotWriter | Declined | None:
+        """Takes a slot for a state like the last one, before there is any: gathering one costs more than asking.
+
+        Returns:
+            a slot, for `begin`, or to be aborted; `Declined` where none is free at present; None as long as it is not
+            known what a state needs.
+
+        Raises:
+            OSError, ElasticTrainError: no tier takes it.
+        """
+        return self._begin_slot() if self._forms is not None else None
+
+    def begin(self, captured: Captured, reserved: SlotWriter | None = None) -> Filling | Declined:
         """Begins a snapshot: what a forward pass may change is copied, or will be before the next one.
+
+        Args:
+            captured: the state, laid out.
+            reserved: a slot for it; given up where the state has another form by now.
 
         Returns:
             what is left to do; `Declined` where no slot is free at present.
@@ -168,7 +184,13 @@ class SnapshotWriter:
         Raises:
             OSError, ElasticTrainError: no tier takes it.
         """
-        slot = self._begin_slot()
+        slot: SlotWriter | Declined
+        if reserved is not None and reserved.layouts == self._layouts:
+            slot = reserved
+        else:
+            if reserved is not None:
+                reserved.abort()
+            slot = self._begin_slot()
         if isinstance(slot, Declined):
             return slot
         try:

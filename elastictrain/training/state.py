@@ -142,6 +142,11 @@ class TrainingState:
 
     # ---- out
 
+    @property
+    def global_step(self) -> int:
+        """The step that a capture would be of."""
+        return self._session.global_step
+
     def capture(self, shadow: Shadow | None = None) -> Captured:
         """The state now. Settles the last update; the session must not be in update.
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,19 +14,23 @@ import torch
 from torch import nn
 
 from elastictrain.checkpoint.catalog import newest_first, open_candidate
+from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
 from elastictrain.checkpoint.memory_tier import MemoryTier
+from elastictrain.checkpoint.persister_client import PersisterStatus
 from elastictrain.config.schema import DdpConfig, ModelConfig, OptimizerConfig, ScalerConfig
 from elastictrain.core.batch import BatchPlan
 from elastictrain.core.identity import DataIdentity
 from elastictrain.core.phases import Phase
 from elastictrain.core.snapshot_interval import LastSnapshot, SnapshotSchedule
 from elastictrain.core.window import WindowPlan
+from elastictrain.errors import StateValueError
 from elastictrain.logs import make_logger
+from elastictrain.training import snapshot as snapshot_module
 from elastictrain.training.device import Place
 from elastictrain.training.precision import Precision
 from elastictrain.training.replica import Replica
 from elastictrain.training.session import Session
-from elastictrain.training.snapshot import Snapshotter, Taken
+from elastictrain.training.snapshot import RETRY_S, Snapshotter, Taken
 from elastictrain.training.snapshot_writer import Origin
 from elastictrain.training.state import TrainingState
 from elastictrain.training.task import BoundTask
@@ -46,8 +52,9 @@ class _Task:
 class _Run:
     """A run of one rank, stepped by hand."""
 
-    def __init__(self, *tiers: MemoryTier) -> None:
+    def __init__(self, *tiers: MemoryTier, every_steps: int = 1, persister: Any = None) -> None:
         place = Place()
+        self.log = io.StringIO()
         self.session = Session(place)
         self.task = BoundTask(_Task, {})
         torch.manual_seed(0)
@@ -63,13 +70,13 @@ class _Run:
         self.snapshotter = Snapshotter(
             self.state,
             tiers,
-            None,
-            SnapshotSchedule(every_steps=1),
+            persister,
+            SnapshotSchedule(every_steps=every_steps),
             first=LastSnapshot(0, 0.0),
             mean_time_between_failures_s=3600.0,
             origin=Origin("job", "0123abcd", {"elastictrain": "0", "torch": "0", "python": "3"}),
             device=place.device,
-            log=make_logger(io.StringIO()),
+            log=make_logger(self.log),
         )
 
     def step(self) -> None:
@@ -83,6 +90,13 @@ class _Run:
         self.session.enter(Phase.OPTIMIZER)
         self.snapshotter.before_change()
         self.session.commit(self.trainee.updater.apply().applied)
+
+    @property
+    def is_due(self) -> bool:
+        return self.snapshotter.due(self.session.global_step)
+
+    def events(self, name: str) -> int:
+        return self.log.getvalue().count(name)
 
     def values(self) -> dict[str, bytes]:
         """Every tensor's bytes, by file and name."""
@@ -182,3 +196,147 @@ def test_a_full_tier_gives_way_to_the_next(tmp_path: Path) -> None:
     assert _stored(large, tmp_path) == at_step
     run.snapshotter.close()
     large.close()
+
+
+class _Clock:
+    """Stands still until it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(snapshot_module, "perf_counter", lambda: self.now_s)
+
+
+class _Durability:
+    """A persister that is told what to report."""
+
+    def __init__(self) -> None:
+        self.status = PersisterStatus()
+
+    def submit(self, snapshot: Any) -> None:
+        self.status = replace(self.status, pending_step=snapshot.global_step)
+
+
+@pytest.fixture
+def two_slots(tmp_path: Path) -> Iterator[MemoryTier]:
+    tier = MemoryTier(tmp_path / "two", base=tmp_path, budget_bytes=6000)
+    yield tier
+    tier.close()
+
+
+def _filled(tier: MemoryTier, run: _Run) -> None:
+    """Both slots hold a snapshot; the next one would go over the older one."""
+    for _ in range(2):
+        run.step()
+        assert run.snapshotter.take() is Taken.BEGUN
+        run.snapshotter.wait_committed()
+    assert [s.global_step for s in tier.snapshots()] == [2, 1]
+
+
+def test_a_refused_snapshot_is_not_tried_at_every_step(two_slots: MemoryTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one slot is being read and the other holds the newest one: nothing is gathered, one warning is written, and
+    the next attempt waits for the persister, or for a while."""
+    clock, durability = _Clock(monkeypatch), _Durability()
+    run = _Run(two_slots, persister=durability)
+    _filled(two_slots, run)
+    captures: list[int] = []
+    capture = run.state.capture
+    monkeypatch.setattr(run.state, "capture", lambda: (captures.append(run.session.global_step), capture())[1])
+    oldest = two_slots.snapshots()[-1]
+    with OpenSnapshot(oldest.path, oldest.name):
+        run.step()
+        assert run.is_due
+        assert run.snapshotter.take() is Taken.DECLINED
+        for _ in range(3):
+            run.step()
+            assert not run.is_due
+        clock.now_s += RETRY_S
+        assert run.is_due
+        assert run.snapshotter.take() is Taken.DECLINED
+        assert not run.is_due
+        durability.status = replace(durability.status, durable_step=1)
+        assert run.is_due
+        assert run.snapshotter.take() is Taken.DECLINED
+        assert captures == []
+        assert run.events("snapshot_left_out") == 1
+    durability.status = replace(durability.status, durable_step=2)
+    assert run.is_due
+    assert run.snapshotter.take() is Taken.BEGUN
+    run.snapshotter.wait_committed()
+    assert captures == [run.session.global_step]
+    assert [s.global_step for s in two_slots.snapshots()] == [6, 2]
+    newest = two_slots.snapshots()[-1]
+    with OpenSnapshot(newest.path, newest.name):
+        run.step()
+        assert run.snapshotter.take() is Taken.DECLINED
+    assert run.events("snapshot_left_out") == 2, "what succeeded in between makes it news again"
+    run.snapshotter.close()
+
+
+def test_what_was_asked_for_is_kept_until_it_has_begun(two_slots: MemoryTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock(monkeypatch)
+    run = _Run(two_slots, every_steps=1000)
+    _filled(two_slots, run)
+    oldest = two_slots.snapshots()[-1]
+    with OpenSnapshot(oldest.path, oldest.name):
+        run.step()
+        assert not run.is_due
+        run.snapshotter.ask()
+        assert run.is_due
+        assert run.snapshotter.take() is Taken.DECLINED
+        run.step()
+        assert not run.is_due
+    clock.now_s += RETRY_S
+    assert run.is_due
+    assert run.snapshotter.take() is Taken.BEGUN
+    assert not run.is_due
+    run.step()
+    assert not run.is_due
+    run.snapshotter.close()
+
+
+def test_what_was_asked_for_is_kept_over_a_failure(two_slots: MemoryTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not tried at every step."""
+    clock = _Clock(monkeypatch)
+    run = _Run(two_slots, every_steps=1000)
+    run.step()
+    begin = MemoryTier.begin
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(MemoryTier, "begin", full)
+    run.snapshotter.ask()
+    assert run.snapshotter.take() is Taken.FAILED
+    run.step()
+    assert not run.is_due
+    clock.now_s += RETRY_S
+    assert run.is_due
+    monkeypatch.setattr(MemoryTier, "begin", begin)
+    assert run.snapshotter.take() is Taken.BEGUN
+    run.snapshotter.close()
+
+
+def test_a_state_of_another_form_gets_a_slot_of_its_own(tier: MemoryTier, tmp_path: Path) -> None:
+    """One was reserved for the form before."""
+    run = _Run(tier)
+    run.step()
+    run.snapshotter.take()
+    run.step()
+    run.module.register_buffer("more", torch.arange(5000.0))
+    at_step = run.values()
+    assert run.snapshotter.take() is Taken.BEGUN
+    run.snapshotter.wait_committed()
+    assert _stored(tier, tmp_path) == at_step
+    run.snapshotter.close()
+
+
+def test_a_state_that_cannot_be_kept_gives_its_slot_back(two_slots: MemoryTier) -> None:
+    run = _Run(two_slots)
+    _filled(two_slots, run)
+    run.step()
+    run.module.register_buffer("wide", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(StateValueError, match="complex128"):
+        run.snapshotter.take()
+    del run.module._buffers["wide"]
+    assert run.snapshotter.take() is Taken.BEGUN
+    run.snapshotter.close()
