@@ -6,7 +6,7 @@ Stochastic Approximation by Averaging*, 1992; used as in Tarvainen and Valpola, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -34,10 +34,10 @@ class Ema:
         )
 
     @torch.no_grad()
-    def restart(self) -> None:
-        """The average begins anew from the present weights."""
-        for average, parameter in zip(self.averages.values(), self._parameters.values(), strict=True):
-            average.copy_(parameter)
+    def restart(self, names: Iterable[str]) -> None:
+        """The averages of these begin anew from the present weights."""
+        for name in names:
+            self.averages[name].copy_(self._parameters[name])
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:

@@ -47,7 +47,8 @@ from elastictrain.errors import (
 )
 from elastictrain.training.collectives import broadcast_bytes, broadcast_tensor, gather_ints
 from elastictrain.training.device import Place
-from elastictrain.training.state import DTYPES, TrainingState
+from elastictrain.training.state import TrainingState
+from elastictrain.training.tensor_forms import DTYPES
 
 _NONE = -1
 T = TypeVar("T")

@@ -24,7 +24,8 @@ from elastictrain.training.device_copy import DeviceCopy
 from elastictrain.training.host_copy import HostCopy
 from elastictrain.training.slot_views import SlotViews
 from elastictrain.training.stability import Stability
-from elastictrain.training.state import Captured, Form
+from elastictrain.training.state import Captured
+from elastictrain.training.tensor_forms import Form
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,47 +19,26 @@ from elastictrain.checkpoint.tree import decode, encode
 from elastictrain.core.batch import BatchPlan
 from elastictrain.core.counters import Counters
 from elastictrain.core.identity import DataIdentity, Difference, ReductionIdentity
-from elastictrain.errors import SnapshotMismatchError, StateValueError
+from elastictrain.errors import SnapshotMismatchError
 from elastictrain.training.hyperparameters import (
-    COMPUTATION_KEYS,
     built_with,
     differences,
     put_into_groups,
     put_into_scaler,
 )
+from elastictrain.training.optimizer_state import STEP, OptimizerState
 from elastictrain.training.schedules import load_scheduler
 from elastictrain.training.session import Session
 from elastictrain.training.shadow import Shadow
 from elastictrain.training.task import BoundTask
+from elastictrain.training.tensor_forms import DTYPES, Form, spec_of
 from elastictrain.training.trainee import Trainee
-
-DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.complex64: "C64",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-"""safetensors' names of the dtypes that can be kept."""
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 _EXTRA_STATE = "_extra_state"
 """End of the names of what modules give by `get_extra_state` and take by `set_extra_state`: values, even if tensors."""
 
 TensorFiles = dict[str, dict[str, Tensor]]
 """Tensors by file and name."""
-Form = tuple[torch.dtype, torch.layout, torch.Size]
 
 
 @dataclass(slots=True)
@@ -91,20 +70,6 @@ class Captured:
         return {file: {name: spec_of(t, name) for name, t in tensors.items()} for file, tensors in self.files.items()}
 
 
-def spec_of(tensor: Tensor, name: str) -> TensorSpec:
-    """A tensor's dtype and shape in the snapshot format's words.
-
-    Raises:
-        StateValueError: the format has no word for it.
-    """
-    if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided or tensor.is_quantized:
-        raise StateValueError(
-            f"{name} is a tensor of dtype {tensor.dtype} and layout {tensor.layout}, which a snapshot cannot hold",
-            "Snapshots hold dense tensors of the dtypes that safetensors knows.",
-        )
-    return TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
-
-
 class TrainingState:
     """Everything a run is, gathered from its parts.
 
@@ -132,9 +97,7 @@ class TrainingState:
         self._precision = trainee.precision
         self._ema = trainee.ema
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        self._parameter_names = [names[id(p)] for p in held]
-        self._parameters = held
+        self._optimizer_state = OptimizerState(optimizer, names)
         self._built_with = built_with(optimizer, self._precision.scaler)
         self._hyperparameters = self._built_with
         self.not_laid_out_anew: list[str] = []
@@ -173,7 +136,7 @@ class TrainingState:
         elif self._task.has("state_dict"):
             task = self._task.call("state_dict")
         trained = {name for name, p in self._module.named_parameters() if p.requires_grad}
-        optimizer_tensors, optimizer_plain = self._optimizer_state()
+        optimizer_tensors, optimizer_plain = self._optimizer_state.capture()
         plain, extracted = encode(
             {
                 "model_extra": extra,
@@ -199,11 +162,28 @@ class TrainingState:
             "precision": self._precision.mode,
             "reduction": asdict(self._reduction),
             "aliases": {"model": aliases},
-            "optimizer": self._optimizer_form(),
+            "optimizer": self._optimizer_state.form,
             "hyperparameters": self._hyperparameters,
             "state": plain,
         }
+        if on_host := self._on_host(files):
+            trainer["on_host"] = on_host
         return Captured(counters, files, volatile, trainer)
+
+    def _on_host(self, files: TensorFiles) -> dict[str, list[str]]:
+        """What is to come back on the host though the run computes elsewhere: a generator's state is of no use on a
+        GPU. A run on the host has nothing to tell."""
+        if self._session.place.device.type == "cpu":
+            return {}
+        found = {
+            file: [
+                name
+                for name, tensor in files.get(file, {}).items()
+                if tensor.device.type == "cpu" and not (file == OPTIMIZER_FILE and name.endswith(f"/{STEP}"))
+            ]
+            for file in (OPTIMIZER_FILE, STATE_FILE)
+        }
+        return {file: names for file, names in found.items() if names}
 
     def _model_tensors(self) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
         """The model's tensors, each stored once; further names of the same tensor; state that is no tensor."""
@@ -222,23 +202,6 @@ class TrainingState:
             seen[same] = name
             tensors[name] = value.detach()
         return tensors, aliases, extra
-
-    def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The optimizer's tensors as `<parameter>/<field>`, and the rest of its state by parameter name."""
-        raw = self._optimizer.state_dict()
-        tensors: dict[str, Tensor] = {}
-        plain: dict[str, dict[str, Any]] = {}
-        for index, fields in raw["state"].items():
-            name = self._parameter_names[index]
-            for key, value in fields.items():
-                if isinstance(value, Tensor):
-                    tensors[f"{name}/{key}"] = value.detach()
-                else:
-                    plain.setdefault(name, {})[key] = value
-        groups = [
-            {**group, "params": [self._parameter_names[i] for i in group["params"]]} for group in raw["param_groups"]
-        ]
-        return tensors, {"plain": plain, "param_groups": groups}
 
     # ---- in
 
@@ -259,19 +222,15 @@ class TrainingState:
                 found.append(
                     Difference("model", f"{name}: {theirs.get(name, 'absent')}", f"{mine.get(name, 'absent')}")
                 )
-        if trainer["optimizer"] != self._optimizer_form():
-            found.append(Difference("optimizer", trainer["optimizer"], self._optimizer_form()))
+        if trainer["optimizer"] != self._optimizer_state.form:
+            found.append(Difference("optimizer", trainer["optimizer"], self._optimizer_state.form))
         return found
 
     def hyperparameter_differences(self, trainer: Mapping[str, Any]) -> list[Difference]:
         """What a snapshot's run was built with differently, of what its state holds: one of the two must give way."""
-        if trainer["optimizer"] != self._optimizer_form() or "hyperparameters" not in trainer:
+        if trainer["optimizer"] != self._optimizer_state.form or "hyperparameters" not in trainer:
             return []
         return differences(trainer["hyperparameters"], self._built_with)
-
-    def _optimizer_form(self) -> str:
-        sizes = [len(group["params"]) for group in self._optimizer.param_groups]
-        return f"{type(self._optimizer).__name__} over {sizes} parameters"
 
     def targets(
         self, trainer: Mapping[str, Any], specs: Mapping[str, Mapping[str, TensorSpec]]
@@ -283,38 +242,22 @@ class TrainingState:
         files[MODEL_FILE] = {
             n: model[n] for n, s in specs[MODEL_FILE].items() if n in model and spec_of(model[n], n) == s
         }
-        by_name = dict(zip(self._parameter_names, self._parameters, strict=True))
-        for full_name, spec in specs[OPTIMIZER_FILE].items():
-            name, _, key = full_name.rpartition("/")
-            if name in by_name and self._is_as_it_was(name, by_name[name], specs):
-                files[OPTIMIZER_FILE][full_name] = self._moment(by_name[name], key, spec)
+        on_host = {file: frozenset(names) for file, names in trainer.get("on_host", {}).items()}
+        files[OPTIMIZER_FILE] = self._optimizer_state.targets(
+            specs[OPTIMIZER_FILE], specs[MODEL_FILE], on_host.get(OPTIMIZER_FILE, frozenset())
+        )
         if self._ema is not None and EMA_FILE in specs:
             averages = self._ema.averages
             files[EMA_FILE] = {
                 n: averages[n] for n, s in specs[EMA_FILE].items() if n in averages and spec_of(averages[n], n) == s
             }
         if STATE_FILE in specs:
+            device, host = self._session.place.device, on_host.get(STATE_FILE, frozenset())
             files[STATE_FILE] = {
-                name: torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=self._session.place.device)
+                name: torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="cpu" if name in host else device)
                 for name, spec in specs[STATE_FILE].items()
             }
         return files
-
-    @staticmethod
-    def _is_as_it_was(name: str, parameter: Tensor, specs: Mapping[str, Mapping[str, TensorSpec]]) -> bool:
-        """Whether a parameter has the snapshot's shape, so that what the optimizer kept about it still fits. All of it
-        or nothing: an optimizer that finds part of its state believes in the rest."""
-        kept = specs[MODEL_FILE].get(name)
-        return kept is None or kept.shape == tuple(parameter.shape)
-
-    def _moment(self, parameter: Tensor, key: str, spec: TensorSpec) -> Tensor:
-        dtype = DTYPES[spec.dtype]
-        if spec.shape == tuple(parameter.shape) and parameter.dim():
-            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        # Step counts live on the host unless the optimizer is fused or capturable (torch.optim.Adam).
-        group = next(g for g in self._optimizer.param_groups if any(p is parameter for p in g["params"]))
-        on_device = key != "step" or group.get("fused") or group.get("capturable")
-        return torch.empty(spec.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
 
     @torch.no_grad()
     def load(
@@ -338,11 +281,11 @@ class TrainingState:
         plain = decode(trainer["state"], dict(loaded.get(STATE_FILE, {})))
         if plain["model_extra"]:
             self._module.load_state_dict(plain["model_extra"], strict=False)
-        if trainer["optimizer"] == self._optimizer_form():
+        if trainer["optimizer"] == self._optimizer_state.form:
             if changed:
                 own = self._optimizer.state_dict()["param_groups"]
                 put_into_groups(plain["optimizer"]["param_groups"], own, trainer["hyperparameters"], self._built_with)
-            self._load_optimizer(plain["optimizer"], loaded[OPTIMIZER_FILE])
+            self._optimizer_state.load(plain["optimizer"], loaded[OPTIMIZER_FILE])
             if not changed:
                 self._hyperparameters = trainer.get("hyperparameters", self._built_with)
         if self._scheduler is not None and plain["scheduler"] is not None:
@@ -352,31 +295,9 @@ class TrainingState:
             if changed:
                 scaling = put_into_scaler(scaling, trainer["hyperparameters"], self._built_with)
             self._precision.scaler.load_state_dict(scaling)
-        if self._ema is not None and EMA_FILE not in loaded:
-            self._ema.restart()
+        if self._ema is not None:
+            # What the snapshot has no average of has the weights of the build there, which are not the run's.
+            self._ema.restart(self._ema.averages.keys() - loaded.get(EMA_FILE, {}).keys())
         if plain["task"] is not None and self._task.has("load_state_dict"):
             self._task.call("load_state_dict", plain["task"])
         return Counters(**trainer["counters"])
-
-    def _load_optimizer(self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        index_of = {name: i for i, name in enumerate(self._parameter_names)}
-        state: dict[int, dict[str, Any]] = {}
-        for name, fields in plain["plain"].items():
-            if name in index_of:
-                state.setdefault(index_of[name], {}).update(fields)
-        for full_name, tensor in tensors.items():
-            name, _, key = full_name.rpartition("/")
-            state.setdefault(index_of[name], {})[key] = tensor
-        mine = self._optimizer.state_dict()["param_groups"]
-        groups = [{**theirs, "params": own["params"]} for own, theirs in zip(mine, plain["param_groups"], strict=True)]
-        # How the update is computed is this start's choice, not the snapshot's.
-        for own, group in zip(mine, groups, strict=True):
-            group.update({k: own[k] for k in COMPUTATION_KEYS if k in own})
-        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
-        # torch converts state to the parameter's dtype (Optimizer.load_state_dict): that of float32 moments of bfloat16
-        # weights, or of counts in integers, would come back as something else.
-        for full_name, tensor in tensors.items():
-            name, _, key = full_name.rpartition("/")
-            own = self._optimizer.state[self._parameters[index_of[name]]]
-            if key != "step" and isinstance(own.get(key), Tensor) and own[key].dtype != tensor.dtype:
-                own[key] = tensor
