@@ -99,7 +99,7 @@ class Snapshotter:
         self._filling: Filling | None = None
         """The snapshot in progress, until the state may change."""
         self._is_asked = False
-        """One is wanted whether or not it is due, until it has begun."""
+        """One is wanted whether or not it is due, until it has begun. The thread asks, too: one was begun in vain."""
         self._refusal: _Refusal | None = None
         """Of the last attempt; None once one has begun."""
         self.last: MemorySnapshot | None = None
@@ -255,6 +255,7 @@ class Snapshotter:
             snapshot = filling.commit()
         except StateMovedError as error:
             self._log.warning("snapshot_left_out", at_step=step, reason=str(error))
+            self._is_asked = True  # at the next step: what has moved is known now, and the next one due may be far
             return
         except Exception as error:  # noqa: BLE001 - whatever torch raises costs this snapshot, not the training
             self._log.warning("snapshot_failed", at_step=step, error=f"{type(error).__name__}: {error}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from elastictrain.errors import StateValueError
 from elastictrain.logs import make_logger
 from elastictrain.training import snapshot as snapshot_module
 from elastictrain.training.device import Place
+from elastictrain.training.host_copy import HostCopy
 from elastictrain.training.precision import Precision
 from elastictrain.training.replica import Replica
 from elastictrain.training.session import Session
@@ -340,3 +342,44 @@ def test_a_state_that_cannot_be_kept_gives_its_slot_back(two_slots: MemoryTier) 
     del run.module._buffers["wide"]
     assert run.snapshotter.take() is Taken.BEGUN
     run.snapshotter.close()
+
+
+def test_a_snapshot_that_a_forward_pass_spoilt_is_taken_again_at_the_next_step(
+    tier: MemoryTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one due may be thousands of steps away."""
+    run = _Run(tier, every_steps=1000)
+    weight = run.module.get_parameter("2.weight")
+    run.module.register_forward_pre_hook(lambda *_: _decay(weight))
+    go_on, work = threading.Event(), HostCopy.work
+
+    def late(copy: HostCopy) -> None:
+        """The thread begins when the next step is over, as where the copy lasts longer than the forward pass."""
+        if threading.current_thread() is not threading.main_thread():
+            assert go_on.wait(60)
+        work(copy)
+
+    monkeypatch.setattr(HostCopy, "work", late)
+    run.step()
+    assert not run.is_due
+    run.snapshotter.ask()
+    assert run.snapshotter.take() is Taken.BEGUN
+    run.step()
+    go_on.set()
+    run.snapshotter.wait_committed()
+    assert run.events("snapshot_left_out") == 1
+    assert run.is_due
+    go_on.clear()
+    at_step = run.values()
+    assert run.snapshotter.take() is Taken.BEGUN
+    run.step()
+    go_on.set()
+    run.snapshotter.wait_committed()
+    assert _stored(tier, tmp_path) == at_step
+    assert not run.is_due
+    run.snapshotter.close()
+
+
+def _decay(weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.mul_(0.5)
