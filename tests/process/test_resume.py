@@ -6,6 +6,7 @@ holds (model, optimizer, averages, scheduler, scaler, counters, the task's own s
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,23 @@ from tests.process.resume_helpers import (
     trace,
 )
 
+TAILS: dict[str, dict[str, Any]] = {
+    "continue": {
+        "params": {"model": "dropout", "scheduler": "step", "infinite": [3], "implementation": "fused"},
+        "train_section": {"precision": "fp16"},
+        "scaler": {"init_scale": 1024.0, "growth_interval": 2},
+        "model": {"ema_decay": 0.8},
+    },
+    "partial": {"params": {"model": "dropout", "scheduler": "sequential"}, "model": {"ema_decay": 0.5}},
+    "drop": {"params": {"model": "dropout", "scheduler": "onecycle"}},
+}
 
-@pytest.mark.parametrize("tail", ["continue", "partial", "drop"])
+
+@pytest.mark.parametrize("tail", TAILS)
 def test_stopped_at_every_step_of_three_epochs(tmp_path: Path, tail: str) -> None:
-    """Eleven samples in windows of four: steps in mid-epoch, at and over the epoch's end. Each start does one step."""
-    options: dict[str, Any] = {"data": {"epoch_tail": tail}, "params": {"model": "dropout", "scheduler": "step"}}
+    """Eleven samples in windows of four: steps in mid-epoch, at and over the epoch's end. Each start does one step. The
+    loss scale grows in mid-count and shrinks, averages and schedules move."""
+    options: dict[str, Any] = {"data": {"epoch_tail": tail}, **TAILS[tail]}
     whole = go(tmp_path / "whole", **options)
     num_steps = {"continue": 9, "partial": 9, "drop": 6}[tail]
     assert whole.counters["global_step"] == num_steps
@@ -42,6 +55,11 @@ def test_stopped_at_every_step_of_three_epochs(tmp_path: Path, tail: str) -> Non
         assert nothing_left(tmp_path / "cut")
     assert_same_future(run, tmp_path / "cut", whole, tmp_path / "whole")
     assert samples(run) == samples(whole), "no sample is seen twice, none is left out"
+    if tail == "continue":
+        assert whole.counters["skipped"] == 3, "once in each epoch"
+        scales = [float(values[4]) for values in trace(whole).values()]
+        changes = [after - before for before, after in pairwise(scales)]
+        assert min(changes) < 0 < max(changes), "the scale has grown and shrunk"
 
 
 def test_killed_at_every_step_of_three_epochs(tmp_path: Path) -> None:
@@ -132,8 +150,10 @@ def test_two_ranks_with_batchnorm(tmp_path: Path, kind: str) -> None:
 def test_a_compiled_model(tmp_path: Path) -> None:
     options: dict[str, Any] = {"model": {"compile": True, "compile_backend": "aot_eager", "ema_decay": 0.9}}
     whole = go(tmp_path / "whole", **options)
-    go(tmp_path / "cut", **options, overrides=["params.stop_after=4"])
+    for stop in (3, 2):
+        go(tmp_path / "cut", **options, overrides=[f"params.stop_after={stop}"])
     run = go(tmp_path / "cut", **options)
+    assert [event["global_step"] for event in run.events("restored")][-1] == 5
     assert_same_future(run, tmp_path / "cut", whole, tmp_path / "whole")
     assert not any("_orig_mod" in name for name in kept(tmp_path / "cut")["state"]["optimizer"]["plain"])
 
