@@ -85,7 +85,8 @@ class Complex(nn.Module):
 
 
 class Voting(Optimizer):
-    """Moves a weight by the votes of its gradients' signs, counted in integers too large for float32."""
+    """Moves a weight by the votes of its gradients' signs, counted in integers too large for float32; keeps a mean of
+    its gradients in float64 beside a name, and how often it was called for all of them."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
@@ -97,8 +98,15 @@ class Voting(Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["votes"] = torch.full_like(parameter, 2**40, dtype=torch.int64)
+                    state["means"] = [torch.zeros_like(parameter, dtype=torch.float64), "of gradients"]
+                mean, name = state["means"]
+                assert name == "of gradients"
+                mean.lerp_(parameter.grad.double(), 1 / 3)
+                parameter.sub_(mean.float(), alpha=0.1 * group["lr"])
                 state["votes"] += parameter.grad.sign().long()
                 parameter.sub_((state["votes"] - 2**40).float(), alpha=group["lr"])
+        calls: Any = self.state
+        calls["all"] = {"calls": calls.get("all", {"calls": 0})["calls"] + 1}
 
 
 def resumable_model(kind: str, hidden: int) -> nn.Module:
