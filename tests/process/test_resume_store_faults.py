@@ -7,6 +7,7 @@ After every start the memory tier is removed: the next has the durable tier alon
 from __future__ import annotations
 
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,29 @@ def assert_went_on(run: Trained, step: int) -> None:
     """It began with this very step, which was durable before; none, where that is 0."""
     assert run.events("snapshot_passed_over") == []
     assert [e["global_step"] for e in run.events("restored")] == ([step] if step else [])
+
+
+def test_a_store_that_stalls_is_warned_of_once_and_costs_no_snapshot_after_it(tmp_path: Path) -> None:
+    """The memory tier has room for two snapshots: one is being read, one is the newest. There is no attempt at each step,
+    and what is left out is told of once, until one has been taken again."""
+    url, struck = f"faulty:/{tmp_path}/store", tmp_path / "struck"
+    run = go(
+        tmp_path / "job",
+        params={"model": "wide", "hidden": 70_000},
+        train_section={"max_steps": 100},
+        checkpoint={
+            "url": url,
+            "storage_options": {"target": "file", "faults": {"write:4": "stall"}, "once": str(struck)},
+            "storage_timeout_s": 3.0,
+            "memory_budget_mb": 11,
+        },
+    )
+    assert struck.exists()
+    left_out = {event["at_step"] for event in run.events("snapshot_left_out")}
+    taken = {event["at_step"] for event in run.events("snapshot_taken")}
+    assert left_out
+    told = [step in left_out - taken for step in sorted(left_out | taken)]
+    assert not any(before and after for before, after in pairwise(told)), "twice, with nothing taken in between"
+    assert "memory_budget_mb" in run.events("snapshot_left_out")[0]["reason"]
+    assert open_store(url, {"target": "file"}).snapshots()[0].global_step == 100
+    assert nothing_left(tmp_path / "job")
