@@ -76,8 +76,8 @@ def assert_went_on(run: Trained, step: int) -> None:
 
 
 def test_a_store_that_stalls_is_warned_of_once_and_costs_no_snapshot_after_it(tmp_path: Path) -> None:
-    """The memory tier has room for two snapshots: one is being read, one is the newest. There is no attempt at each step,
-    and what is left out is told of once, until one has been taken again."""
+    """The memory tier has room for two snapshots: one is being read, one is the newest. There is no attempt at each
+    step, and what is left out is told of once, until one has been taken again."""
     url, struck = f"faulty:/{tmp_path}/store", tmp_path / "struck"
     run = go(
         tmp_path / "job",
