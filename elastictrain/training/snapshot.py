@@ -182,6 +182,7 @@ class Snapshotter:
         self._refusal = None
         self._filling = filling
         self._last = replace(self._last, global_step=step, ended_s=perf_counter())  # the thread's from here on
+        self._is_prepared = True  # the thread sees to the other slots, after this one
         self._num_slots_wanted = 2
         self._working = self._executor.submit(self._finish, filling, captured, began_s)
         self.stall_s += perf_counter() - began_s
