@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import fsspec
 import xxhash
 
 from elastictrain.checkpoint import faults
+from elastictrain.checkpoint.client import Client
 from elastictrain.checkpoint.fence import FENCES_DIR, Fence
 from elastictrain.checkpoint.format import MANIFEST_FILE, FileEntry, check_content, parse_name
 from elastictrain.checkpoint.pending_uploads import PendingUpload, abort, pending_uploads
@@ -34,9 +34,6 @@ from elastictrain.checkpoint.store import (
     no_progress,
 )
 from elastictrain.errors import ConfigError, ElasticTrainError, SnapshotDamagedError, StorageError
-
-# The shipped fake of a store that fails; see elastictrain/testing.
-fsspec.register_implementation("faulty", "elastictrain.testing.faulty_fs.FaultyFileSystem", clobber=True)
 
 
 class ObjectStore(Store):
@@ -58,19 +55,26 @@ class ObjectStore(Store):
         self._redact = Redactor(url, storage_options)
         self._verify_uploads = verify_uploads
         try:
-            self._fs, root = fsspec.core.url_to_fs(url, **{"use_listings_cache": False, **storage_options})
+            self._client = Client(url, storage_options)
         except ImportError as error:
             raise ConfigError(
                 f"checkpoint.url = {self.where}: {self._redact(str(error))}",
-                "For S3: pip install 'elastictrain[s3]'.",
+                "For S3: pip install 'elastictrain[s3]'; for sftp: pip install 'elastictrain[sftp]'.",
             ) from error
         except Exception as error:  # noqa: BLE001 - each client has its own errors
             raise ConfigError(f"checkpoint.url = {self.where}: {self._redact(str(error))}") from None
-        self._root = root.rstrip("/")
+
+    @property
+    def _fs(self) -> Any:
+        return self._client.fs
+
+    @property
+    def _root(self) -> str:
+        return self._client.root
 
     def folders(self) -> list[tuple[StoredSnapshot, bool]]:
         with self._explained("listing"):
-            return [(s, self._fs.exists(self._path(s.name))) for s in newest_first(self._names(self._root))]
+            return [(s, self._client.exists(self._path(s.name))) for s in newest_first(self._names(self._root))]
 
     def put(self, source: Source, progress: Progress = no_progress) -> None:
         manifest = source.manifest
@@ -78,10 +82,11 @@ class ObjectStore(Store):
         faults.point("store.begin")
         with self._explained(f"writing {name}"):
             self.check_fence()
-            if self._fs.exists(self._path(name)):
+            if self._client.exists(self._path(name)):
                 if self._holds(source.manifest, progress):
                     return
-                self._fs.rm_file(self._path(name))
+                self._client.remove(self._path(name))
+            self._client.make_folder(f"{self._root}/{name}")
             for file, entry in manifest.files.items():
                 faults.point("store.file")
                 # After an outage, what went through before it need not go again.
@@ -129,7 +134,7 @@ class ObjectStore(Store):
             raise StorageError(f"{self.where}/{name}: was stored wrongly: {damage}")
 
     def _is_sound(self, name: str, file: str, entry: FileEntry, progress: Progress) -> bool:
-        if not self._fs.exists(self._path(name, file)):
+        if not self._client.exists(self._path(name, file)):
             return False
         try:
             self._check_upload(name, file, entry, progress)
@@ -160,11 +165,9 @@ class ObjectStore(Store):
         with self._explained(f"deleting {name}"):
             self.check_fence()
             faults.point("store.delete")
-            with contextlib.suppress(FileNotFoundError):
-                self._fs.rm_file(self._path(name))
+            self._client.remove(self._path(name))
             faults.point("store.unpublished")
-            with contextlib.suppress(FileNotFoundError):
-                self._fs.rm(f"{self._root}/{name}", recursive=True)
+            self._client.remove(f"{self._root}/{name}", recursive=True)
             faults.point("store.deleted")
 
     def leftovers(self) -> list[str]:
@@ -217,8 +220,8 @@ class ObjectStore(Store):
             self._fs.pipe_file(self._path(name, mark), b"deleting\n")  # some clients do not put empty files
 
     def _unmark(self, name: str, mark: str) -> None:
-        with self._explained("unmarking"), contextlib.suppress(FileNotFoundError):
-            self._fs.rm_file(self._path(name, mark))
+        with self._explained("unmarking"):
+            self._client.remove(self._path(name, mark))
 
     def _marks(self, name: str) -> list[str]:
         with self._explained("looking for marks"):
@@ -233,6 +236,7 @@ class ObjectStore(Store):
 
     def _write_fence(self, fence: Fence) -> None:
         with self._explained("writing the fence"):
+            self._client.make_folder(f"{self._root}/{FENCES_DIR}")
             self._fs.pipe_file(f"{self._root}/{FENCES_DIR}/{fence.file}", fence.encode())
 
     def _read_pins(self) -> dict[str, bytes]:
@@ -245,11 +249,12 @@ class ObjectStore(Store):
 
     def _write_pin(self, file: str, content: bytes) -> None:
         with self._explained("pinning"):
+            self._client.make_folder(f"{self._root}/{PINS_DIR}")
             self._fs.pipe_file(f"{self._root}/{PINS_DIR}/{file}", content)
 
     def _delete_pin(self, file: str) -> None:
-        with self._explained("unpinning"), contextlib.suppress(FileNotFoundError):
-            self._fs.rm_file(f"{self._root}/{PINS_DIR}/{file}")
+        with self._explained("unpinning"):
+            self._client.remove(f"{self._root}/{PINS_DIR}/{file}")
 
     def _names(self, folder: str) -> list[str]:
         self._fs.invalidate_cache()
@@ -278,6 +283,7 @@ class ObjectStore(Store):
         except ElasticTrainError:
             raise
         except Exception as error:  # noqa: BLE001 - each client has its own errors
+            self._client.let_go()
             text = self._redact(f"{type(error).__name__}: {error}")
             raise StorageError(f"{self.where}: {doing}: {text}") from None
 

@@ -3,12 +3,13 @@
     open_store("faulty://job", {"target": "memory", "faults": {"write:2": "fail", "read:1": "truncate"}})
 
 Calls are counted by kind, over all files: `write` (a chunk handed to an open file), `close` (of a written file),
-`put` (a small file in one go), `read`, `get` (a small file in one go), `info`, `ls`, `delete`. A fault is named by
-kind and number, from 1: `fail` raises OSError, `truncate` loses the second half of the data and says nothing, `stall`
-sleeps for an hour, `fail+` fails from there on. Only kinds that carry data can be cut; what names no fault is refused
-when the file system is made. Counters live in the process, per `counter` name; `reset` zeroes them.
-What it is given as `secret` it says in every error, as a careless client would. With `once`, the path of a file that is
-made at the first fault, no process has a fault once that file is there.
+`put` (a small file in one go), `read`, `get` (a small file in one go), `info`, `ls`, `mkdir`, `delete`. A fault is
+named by kind and number, from 1: `fail` raises OSError, `truncate` loses the second half of the data and says nothing,
+`stall` sleeps for an hour, `fail+` fails from there on. Only kinds that carry data can be cut; what names no fault is
+refused when the file system is made. Counters live in the process, per `counter` name; `reset` zeroes them. What it is
+given as `secret` it says in every error, as a careless client would. With `once`, the path of a file that is made at
+the first fault, no process has a fault once that file is there. Like the least of clients it makes no folder by itself,
+and has the `exists` of the base class, which takes every error for "no".
 
 `target` is `memory` (default) or `file`; a path `faulty://p` is `p` in memory, or `/p` in the file system.
 """
@@ -25,7 +26,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
-KINDS = ("write", "close", "put", "read", "get", "info", "ls", "delete")
+KINDS = ("write", "close", "put", "read", "get", "info", "ls", "mkdir", "delete")
 WITH_DATA = ("write", "put", "read", "get")
 """Kinds whose data can be cut."""
 ACTIONS = ("fail", "fail+", "truncate", "stall")
@@ -71,7 +72,7 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self._target = MemoryFileSystem() if target == "memory" else LocalFileSystem(auto_mkdir=True)
+        self._target = MemoryFileSystem() if target == "memory" else LocalFileSystem()
         self._faults = dict(faults or {})
         for name, action in self._faults.items():
             _check(name, action)
@@ -125,9 +126,9 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
         found: list[Any] = self._target.ls(self._path(path), detail=detail)
         return found
 
-    def exists(self, path: str, **kwargs: Any) -> bool:
-        self.fault("info")
-        return bool(self._target.exists(self._path(path)))
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        self.fault("mkdir")
+        self._target.makedirs(self._path(path), exist_ok=exist_ok)
 
     def rm_file(self, path: str) -> None:
         self.fault("delete")

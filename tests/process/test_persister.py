@@ -253,7 +253,7 @@ def test_a_newer_one_supersedes_one_that_waits_or_is_retried(tier, tmp_path, mak
     until(lambda: any(r.kind == "superseded" and r.global_step == 1 for r in reports))
     assert not persister.wait(1, 0)
     assert persister.status.pending_step == 2
-    persister._loop._store._fs._faults.clear()  # the outage is over
+    faults.clear()  # the outage is over
     assert persister.wait(1, DEADLINE_S)
     assert durable_steps(tmp_path, url) == [2]
 
