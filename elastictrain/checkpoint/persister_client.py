@@ -86,7 +86,7 @@ class Persister:
         self._failed_step: int | None = None
         """The last snapshot of this step will never be durable."""
         self._is_broken = False
-        """The thread in place of a process has died: nothing more will be durable."""
+        """The thread that keeps a process running, or is in place of one, has died: nothing more will be durable."""
         self._closing = False
         self._process: subprocess.Popen[str] | None = None
         self._loop: PersistLoop | None = None
@@ -114,11 +114,11 @@ class Persister:
             self._launched.wait(LAUNCH_TIMEOUT_S)
 
     def _launch(self) -> None:
-        target = self._run_loop if self._in_process else self._run_process
         if self._in_process:
             self._loop = PersistLoop(self._settings, self._receive)
-        self._thread = threading.Thread(target=target, name="persister", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="persister", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def submit(self, snapshot: MemorySnapshot) -> None:
         """Hands over a snapshot; returns at once. One that was waiting is superseded. One of a step that has failed
@@ -192,46 +192,71 @@ class Persister:
         if thread is not None:
             thread.join(self._settings.grace_s if timeout_s is None else timeout_s)
 
-    def _run_loop(self) -> None:
-        """The thread in place of a process; what a process would die of is a failure here."""
-        assert self._loop is not None
+    def _run(self) -> None:
+        """The thread. Nobody waits for what it can do no more, whatever it dies of."""
         try:
-            self._loop.run()
+            if self._loop is not None:
+                self._loop.run()
+            else:
+                self._run_process()
         except BaseException as error:
             with self._changed:
                 self._is_broken = True
                 name = self._pending.name if self._pending is not None else ""
             self._receive(Report("failed", name, {"error": f"the persister ended: {type(error).__name__}"}))
             raise
+        finally:
+            self._launched.set()
 
     def _run_process(self) -> None:
         """Keeps a process running, until closed."""
         pause_s = FIRST_RESTART_PAUSE_S
+        num_refused = 0
         while True:
-            process = self._start()
-            self._launched.set()
-            began_s = time.monotonic()
-            assert process.stdout is not None
-            for line in process.stdout:
-                with contextlib.suppress(ValueError, TypeError):
-                    self._receive(Report(**json.loads(line)))
-            code = process.wait()
-            process.stdout.close()
-            with self._changed:
-                self._process = None
-                if process.stdin is not None:
-                    with contextlib.suppress(OSError):
-                        process.stdin.close()
-                if self._closing:
-                    return
-                self._status = replace(self._status, num_restarts=self._status.num_restarts + 1)
-            if time.monotonic() - began_s > LONGEST_RESTART_PAUSE_S:
-                pause_s = FIRST_RESTART_PAUSE_S
-            self._receive(Report("restarting", fields={"exit_code": code, "pause_s": pause_s}))
+            try:
+                process = self._start()
+            except OSError as error:  # no process, no descriptor, no memory to be had: for now
+                num_refused += 1
+                self._launched.set()
+                self._receive(self._refused(error, num_refused, pause_s))
+            else:
+                num_refused = 0
+                self._launched.set()
+                began_s = time.monotonic()
+                code = self._attend(process)
+                with self._changed:
+                    if self._closing:
+                        return
+                    self._status = replace(self._status, num_restarts=self._status.num_restarts + 1)
+                if time.monotonic() - began_s > LONGEST_RESTART_PAUSE_S:
+                    pause_s = FIRST_RESTART_PAUSE_S
+                self._receive(Report("restarting", fields={"exit_code": code, "pause_s": pause_s}))
             with self._changed:
                 if self._changed.wait_for(lambda: self._closing, pause_s):
                     return
             pause_s = min(2 * pause_s, LONGEST_RESTART_PAUSE_S)
+
+    def _refused(self, error: OSError, tries: int, pause_s: float) -> Report:
+        """Says that no process could be started."""
+        with self._changed:
+            name = self._pending.name if self._pending is not None else ""
+        text = f"the persister cannot be started: {error.strerror or error}"
+        return Report("retrying", name, {"error": text, "tries": tries, "pause_s": pause_s})
+
+    def _attend(self, process: subprocess.Popen[str]) -> int:
+        """Hears what a process reports until it has ended. Returns its exit code."""
+        assert process.stdout is not None
+        for line in process.stdout:
+            with contextlib.suppress(ValueError, TypeError):
+                self._receive(Report(**json.loads(line)))
+        code = process.wait()
+        process.stdout.close()
+        with self._changed:
+            self._process = None
+            if process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+        return code
 
     def _start(self) -> subprocess.Popen[str]:
         with _starting:

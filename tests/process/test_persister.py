@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 
 import fsspec
@@ -304,6 +307,64 @@ def test_a_sound_snapshot_takes_the_place_of_a_damaged_one_of_its_step(tier, tmp
 def test_nobody_waits_for_a_thread_that_has_died(tier, make_persister, monkeypatch):
     monkeypatch.setattr(PersistLoop, "_persist", lambda self, request: 1 / 0)
     persister = make_persister(in_process=True)
+    for step in (1, 1, 2):
+        persister.submit(write(tier, step))
+        assert not persister.wait(step, DEADLINE_S)
+        assert persister.has_failed(step)
+    assert "ZeroDivisionError" in persister.status.last_error
+
+
+@contextmanager
+def no_descriptors():
+    """Nothing more can be opened, so no process can be started: EMFILE, from the kernel."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("when", ["at the first start", "at a restart"])
+def test_a_process_that_cannot_be_started_is_tried_again(tier, tmp_path, make_persister, when):
+    reports: list[Report] = []
+    persister = make_persister(on_report=reports.append)
+    first, second = write(tier, 1), write(tier, 2)
+    if when == "at a restart":
+        persister.submit(first)
+        assert persister.wait(1, DEADLINE_S)
+    with no_descriptors():
+        if persister.pid is not None:
+            os.kill(persister.pid, signal.SIGKILL)
+        persister.submit(second)
+        until(lambda: len([r for r in reports if r.kind == "retrying"]) >= 2)
+        assert persister.status.last_error == "the persister cannot be started: Too many open files"
+        assert persister.status.pending_step == 2
+        assert not persister.has_failed(2)
+    assert [r.fields["tries"] for r in reports if r.kind == "retrying"][:2] == [1, 2]
+    assert persister.wait(2, DEADLINE_S), persister.status
+    assert persister.status.last_error is None
+    assert durable_steps(tmp_path)[0] == 2
+
+
+def test_one_that_cannot_be_started_holds_up_nobody(tier, make_persister, monkeypatch):
+    """Neither who hands over the next snapshot nor who closes."""
+    monkeypatch.setattr("elastictrain.checkpoint.persister_client.LAUNCH_TIMEOUT_S", 10 * DEADLINE_S)
+    monkeypatch.setattr("elastictrain.checkpoint.persister_client.FIRST_RESTART_PAUSE_S", 10 * DEADLINE_S)
+    persister = make_persister()
+    first, second = write(tier, 1), write(tier, 2)
+    with no_descriptors():
+        persister.begin()
+        persister.submit(first)
+        persister.submit(second)
+        persister.close(finish=True, timeout_s=10 * DEADLINE_S)
+    assert not any(thread.name == "persister" for thread in threading.enumerate())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_a_process_that_nobody_starts_any_more(tier, make_persister, monkeypatch):
+    monkeypatch.setattr(Persister, "_start", lambda self: 1 / 0)
+    persister = make_persister()
     for step in (1, 1, 2):
         persister.submit(write(tier, step))
         assert not persister.wait(step, DEADLINE_S)
