@@ -15,6 +15,7 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -74,8 +75,8 @@ class LocalStore(Store):
             _make_folder(self.path)
             self.check_fence()  # before the work, not to do it for nothing
             final = self.path / manifest.name
-            damaged = (final / MANIFEST_FILE).exists()
-            if damaged and self._holds(source.manifest, progress):
+            if _mode_of(final / MANIFEST_FILE) is not None and self._holds(source.manifest, progress):
+                _fsync_folder(self.path)  # whoever renamed it may have been killed before it could
                 return
             temporary = self.path / _temporary_name(manifest.name, self.fence)
             temporary.mkdir()
@@ -103,7 +104,7 @@ class LocalStore(Store):
     def _replace(self, temporary: Path, final: Path) -> None:
         """Renames into place; what is there and damaged is set aside first, and removed after."""
         aside = None
-        if final.exists():
+        if _mode_of(final) is not None:
             aside = self.path / f"{_SET_ASIDE}{final.name}-{secrets.token_hex(4)}"
             final.rename(aside)
         temporary.rename(final)
@@ -135,7 +136,7 @@ class LocalStore(Store):
                     (folder / MANIFEST_FILE).unlink()
                     _fsync_folder(folder)
                 faults.point("store.unpublished")
-                if folder.exists():
+                if _mode_of(folder) is not None:
                     shutil.rmtree(folder)
                 faults.point("store.deleted")
         except OSError as error:
@@ -143,15 +144,15 @@ class LocalStore(Store):
 
     def leftovers(self) -> list[str]:
         try:
-            if not self.path.is_dir():
-                return []
-            return sorted(path.name for path in self.path.iterdir() if path.is_dir() and self._is_leftover(path))
+            return sorted(path.name for path in self.path.iterdir() if _is_dir(path) and self._is_leftover(path))
+        except FileNotFoundError:
+            return []
         except OSError as error:
             raise _failed(self.path, error) from error
 
     def _is_leftover(self, path: Path) -> bool:
         """Whether a folder is none that anybody needs: half deleted, set aside, or of a writer that is dead."""
-        half_deleted = parse_name(path.name) is not None and not (path / MANIFEST_FILE).exists()
+        half_deleted = parse_name(path.name) is not None and _mode_of(path / MANIFEST_FILE) is None
         return half_deleted or path.name.startswith(_SET_ASIDE) or self._is_abandoned(path)
 
     def _is_abandoned(self, path: Path) -> bool:
@@ -277,12 +278,32 @@ def _copy(source: memoryview, target: Path, name: str, entry: FileEntry, progres
 
 
 def _is_file(path: Path) -> bool:
-    """Whether there is such a file. Raises StorageError where that cannot be known: a folder that may not be entered,
-    a server that does not answer."""
+    """Whether there is such a file. Raises StorageError where that cannot be known."""
     try:
-        return path.is_file()
+        mode = _mode_of(path)
     except OSError as error:
         raise _failed(path, error) from error
+    return mode is not None and stat.S_ISREG(mode)
+
+
+def _is_dir(path: Path) -> bool:
+    mode = _mode_of(path)
+    return mode is not None and stat.S_ISDIR(mode)
+
+
+def _mode_of(path: Path) -> int | None:
+    """What is there, by its st_mode; None for nothing.
+
+    pathlib's own `exists` and `is_file` take any error for "no" from Python 3.14 on. Here a "no" deletes a snapshot, or
+    passes over it.
+
+    Raises:
+        OSError: that cannot be known: a folder that may not be entered, a server that does not answer.
+    """
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -294,7 +315,7 @@ def _write(path: Path, data: bytes) -> None:
 
 def _make_folder(path: Path) -> None:
     """Makes a folder and those above it, durably."""
-    if not path.is_dir():
+    if not _is_dir(path):
         _make_folder(path.parent)
         with contextlib.suppress(FileExistsError):  # another made it meanwhile; if it is a file, the next call says so
             path.mkdir()

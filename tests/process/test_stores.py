@@ -273,6 +273,10 @@ def test_a_commit_is_on_the_disk_before_it_shows_and_stays_there(tier, tmp_path,
         ("rename", f"new/snapshots/{snapshot.name}"),
         ("fsync", "new/snapshots"),
     ]
+    done.clear()
+    with OpenSnapshot(snapshot.path, snapshot.name) as source:
+        store.put(source)
+    assert done == [("fsync", "new/snapshots")], "it is there; who renamed it may have been killed before that"
 
 
 def test_a_damaged_one_is_replaced_and_a_sound_one_left(tier, tmp_path):
