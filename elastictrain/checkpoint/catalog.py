@@ -44,7 +44,7 @@ HASH_THREADS = 2
 """A snapshot has two large files, the model and the optimizer's state: they are read and hashed side by side."""
 
 Tier = Literal["memory", "durable"]
-PassedOver = SnapshotError | BusyError | UnreadableFileError
+PassedOver = SnapshotError | BusyError | StorageError
 """Why a snapshot cannot be used, and an older one may be looked at."""
 T = TypeVar("T")
 
@@ -243,8 +243,18 @@ def newest_first(memory: MemoryTier | None, store: Store | None, run_id: str | N
     return sorted(found, key=lambda c: (-c.global_step, c.run_id, c.tier != "memory"))
 
 
-def latest_run(candidates: Iterable[Candidate]) -> str | None:
-    """The run that wrote last, of those whose newest snapshot's manifest can be read. For a store of several runs."""
+def latest_run(
+    candidates: Iterable[Candidate], on_out_of_reach: Callable[[Candidate, StorageError], None] | None = None
+) -> str | None:
+    """The run that wrote last, of those whose newest snapshot's manifest can be read. For a store of several runs.
+
+    Args:
+        candidates: newest first.
+        on_out_of_reach: called for each whose manifest the store does not give, which is passed over then.
+
+    Raises:
+        StorageError: the store does not give one, and `on_out_of_reach` is None.
+    """
     latest: tuple[str, str] | None = None
     seen: set[str] = set()
     for candidate in candidates:
@@ -252,7 +262,11 @@ def latest_run(candidates: Iterable[Candidate]) -> str | None:
             continue
         try:
             created = candidate.read_manifest().created
-        except (SnapshotError, UnreadableFileError):
+        except (SnapshotError, StorageError) as error:
+            if isinstance(error, StorageError) and is_out_of_reach(error):
+                if on_out_of_reach is None:
+                    raise
+                on_out_of_reach(candidate, error)
             continue
         seen.add(candidate.run_id)
         latest = max(latest or ("", ""), (created, candidate.run_id))
@@ -366,12 +380,17 @@ def _open_files(
     return files
 
 
+def is_out_of_reach(error: PassedOver) -> bool:
+    """Whether it says nothing of the snapshot, which may be sound: the store does not give it, now or to us."""
+    return isinstance(error, StorageError) and not isinstance(error, UnreadableFileError)
+
+
 def first_sound(
     candidates: Iterable[Candidate],
     opened: Callable[[Candidate], SnapshotReader],
     on_passed_over: Callable[[Candidate, PassedOver], None],
     *,
-    refuse_newer_format: bool = True,
+    rewinds: bool = False,
 ) -> SnapshotReader | None:
     """Opens the first candidate that is sound.
 
@@ -380,22 +399,24 @@ def first_sound(
         opened: opens one, as `open_candidate` does.
         on_passed_over: called for each that is not, with the reason, which names the file. One that is BusyError is
             not damaged: somebody writes to it, or has written another in its place.
-        refuse_newer_format: one that a newer program wrote is no damaged one: what it holds is not to be done again
-            unasked. Else it is passed over as well.
+        rewinds: pass over those as well that are not damaged, and cannot be had all the same: one that a newer program
+            wrote, one that the store lists and does not give. What they hold is not to be done again unasked.
 
     Returns:
         the open snapshot; None if none is sound.
 
     Raises:
-        StorageError: the store failed, so nothing is known about the rest.
-        SnapshotVersionError: see `refuse_newer_format`.
+        StorageError: the store failed, so nothing is known about the rest; not if it `rewinds`.
+        SnapshotVersionError: see `rewinds`.
     """
     for candidate in candidates:
         try:
             return opened(candidate)
-        except (SnapshotError, BusyError, UnreadableFileError) as error:
-            if refuse_newer_format and isinstance(error, SnapshotVersionError):
+        except (SnapshotError, BusyError, StorageError) as error:
+            if not rewinds and isinstance(error, SnapshotVersionError):
                 raise SnapshotVersionError(f"{candidate.where}/{error.what}", error.hint) from error
+            if not rewinds and is_out_of_reach(error):
+                raise
             on_passed_over(candidate, error)
     return None
 

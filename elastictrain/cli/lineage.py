@@ -17,7 +17,14 @@ from elastictrain.checkpoint.patience import patiently
 from elastictrain.checkpoint.secrets import redact_url
 from elastictrain.checkpoint.store import Store, open_store
 from elastictrain.cli.snapshot_places import find_place
-from elastictrain.errors import BusyError, MissingInputError, SnapshotDamagedError, SnapshotError, StorageError
+from elastictrain.errors import (
+    BusyError,
+    MissingInputError,
+    SnapshotDamagedError,
+    SnapshotError,
+    StorageError,
+    UnreadableFileError,
+)
 from elastictrain.protocol import IDENTITY_FILE, SNAPSHOTS_DIR, JobIdentity, SnapshotSource
 
 T = TypeVar("T")
@@ -48,11 +55,23 @@ def with_patience(act: Callable[[], T], patience_s: float, warn: Callable[[str],
         raise StorageError(error.what, f"{error.hint}\n{otherwise}") from error
 
 
-def run_in_store(store: Store) -> JobIdentity | None:
-    """The run that wrote last into a store: what a job goes on with on a machine that has never seen it."""
+def run_in_store(store: Store, *, rewinds: bool = False) -> JobIdentity | None:
+    """The run that wrote last into a store: what a job goes on with on a machine that has never seen it.
+
+    Args:
+        store: the store.
+        rewinds: pass over the snapshots that the store lists and does not give, as long as it gives one.
+
+    Raises:
+        SnapshotError: there are snapshots, and none of their manifests can be used.
+        StorageError: the store cannot be read.
+    """
+    out_of_reach: list[StorageError] = []
     candidates = newest_first(None, store)
-    run_id = latest_run(candidates)
+    run_id = latest_run(candidates, (lambda _candidate, error: out_of_reach.append(error)) if rewinds else None)
     if run_id is None:
+        if out_of_reach:
+            raise out_of_reach[0]
         if candidates:
             raise SnapshotError(
                 f"there are {len(candidates)} snapshot(s) in {store.where}, but none of their manifests can be read",
@@ -63,7 +82,11 @@ def run_in_store(store: Store) -> JobIdentity | None:
         if candidate.run_id == run_id:
             try:
                 size = int(candidate.read_trainer()["batch"]["global_batch_size"])
-            except (SnapshotError, KeyError, TypeError, ValueError):
+            except (SnapshotError, UnreadableFileError, KeyError, TypeError, ValueError):
+                continue
+            except StorageError:
+                if not rewinds:
+                    raise
                 continue
             return JobIdentity(run_id, size)
     return JobIdentity(run_id, None)

@@ -227,7 +227,9 @@ class StateDir:
         run_id, kept_size, source = None, None, None
         if kept is not None:
             run_id, kept_size, source = kept.run_id, kept.global_batch_size, kept.source
-        elif not options.fresh and options.source is None and (found := self._run_in_store(config)) is not None:
+        elif (
+            not options.fresh and options.source is None and (found := self._run_in_store(config, options)) is not None
+        ):
             run_id, kept_size = found.run_id, found.global_batch_size
         goes_on = (
             kept is not None
@@ -261,14 +263,20 @@ class StateDir:
     def _store(self, config: JobConfig) -> Store:
         return open_store(config.checkpoint.url or self.path / SNAPSHOTS_DIR, config.checkpoint.storage_options)
 
-    def _run_in_store(self, config: JobConfig) -> JobIdentity | None:
+    def _run_in_store(self, config: JobConfig, options: StartOptions) -> JobIdentity | None:
         store = self._store(config)
-        return with_patience(
-            lambda: run_in_store(store),
-            config.checkpoint.storage_timeout_s,
-            self._warn,
-            "To begin a new run without a look at what the store has: --fresh.",
-        )
+        try:
+            return with_patience(
+                lambda: run_in_store(store),
+                config.checkpoint.storage_timeout_s,
+                self._warn,
+                f"To go on from what else the store has: --allow {REWIND}. "
+                "To begin a new run without a look at it: --fresh.",
+            )
+        except StorageError:
+            if REWIND not in options.allowed_differences:
+                raise
+            return run_in_store(store, rewinds=True)
 
     def _pin(self, source: SnapshotSource, owner: str, config: JobConfig) -> None:
         store = open_store(source.url, source.options_of(config.checkpoint.storage_options))

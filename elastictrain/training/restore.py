@@ -26,6 +26,7 @@ from elastictrain.checkpoint.catalog import (
     PassedOver,
     SnapshotReader,
     first_sound,
+    is_out_of_reach,
     newest_first,
     open_candidate,
 )
@@ -132,6 +133,7 @@ class Restorer:
         self._progress = progress
         self._num_damaged = 0
         self._num_busy = 0
+        self._out_of_reach: StorageError | None = None
         self._damaged_in_memory: list[MemorySnapshot] = []
 
     def restore(self, state: TrainingState, lookup: Lookup) -> Restored | None:
@@ -142,8 +144,8 @@ class Restorer:
             BusyError: the same, and somebody writes to one.
             SnapshotMismatchError: the newest one belongs to another run.
             SnapshotVersionError: the newest one was written by a newer program.
-            StorageError: the durable tier cannot be reached, and there is nothing else, or only what is older than
-                the newest step that is known to be durable there.
+            StorageError: the durable tier cannot be reached, or does not give its newest, and there is nothing else, or
+                only what is older, which nobody has allowed.
         """
         place = self._place
         reader = self._newest_in_memory(lookup)
@@ -156,6 +158,8 @@ class Restorer:
                 if reader is not None:
                     reader.close()
                 reader = better
+            elif newest == _NONE and self._out_of_reach is not None:
+                raise self._out_of_reach
         told = gather_ints([_step_of(reader), self._num_damaged, self._num_busy], place)
         claims = [step for step, _, _ in told]
         newest = max(claims)
@@ -272,9 +276,14 @@ class Restorer:
             self._on_wait(f"{candidate.where}: {damage}", 0.0)
             return open_candidate(candidate, lookup.scratch, self._progress, attempt)
 
+        def passed_over(candidate: Candidate, error: PassedOver) -> None:
+            for downloaded in lookup.scratch.glob(f"{candidate.name}.*"):
+                downloaded.unlink()  # the disk need not hold two
+            self._passed_over(candidate, error)
+
         try:
-            reader = first_sound(candidates, opened, self._passed_over, refuse_newer_format=REWIND not in self._allowed)
-        except SnapshotVersionError as error:
+            reader = first_sound(candidates, opened, passed_over, rewinds=REWIND in self._allowed)
+        except (SnapshotVersionError, StorageError) as error:
             raise _refused(error) from error
         for tier in lookup.tiers:
             for damaged in self._damaged_in_memory:
@@ -300,7 +309,9 @@ class Restorer:
             self._num_busy += 1
         else:
             self._num_damaged += 1
-            if candidate.memory is not None:
+            if isinstance(error, StorageError) and is_out_of_reach(error):
+                self._out_of_reach = error
+            elif candidate.memory is not None:
                 self._damaged_in_memory.append(candidate.memory)
         self._on_passed_over(candidate.where, error.what)
 
@@ -362,11 +373,11 @@ def _refuse_newer_format(slot: Path, manifest: bytes) -> None:
         return
 
 
-def _refused(error: SnapshotVersionError) -> SnapshotVersionError:
+def _refused(error: SnapshotVersionError | StorageError) -> SnapshotVersionError | StorageError:
     """With what else can be done, at a start."""
-    return SnapshotVersionError(
+    return type(error)(
         error.what,
-        f"{error.hint} To go on from an older snapshot all the same: --allow {REWIND}; to begin anew: --fresh.",
+        f"{error.hint} To go on from an older snapshot all the same: --allow {REWIND}; to begin anew: --fresh.".strip(),
     )
 
 

@@ -16,7 +16,11 @@ from elastictrain.checkpoint.durable_note import DurableNote
 from elastictrain.checkpoint.format import MANIFEST_FILE
 from elastictrain.checkpoint.object_store import ObjectStore
 from elastictrain.checkpoint.store import Progress, open_store
+from elastictrain.cli.lineage import run_in_store
+from elastictrain.cli.state_dir import StartOptions
+from elastictrain.errors import StorageError
 from elastictrain.protocol import JobIdentity
+from elastictrain.testing.faulty_fs import FaultyFileSystem
 from elastictrain.training.session import Session
 from tests.process.helpers import Trained
 from tests.process.resume_helpers import go, steps_in
@@ -25,6 +29,7 @@ from tests.process.tasks import record
 
 SOUND = {"target": "file"}
 NEWEST = 3
+ALLOWED = StartOptions(allowed_differences=("rewind",))
 FILES = ["model.safetensors", "optimizer.safetensors", "trainer.json"]
 
 
@@ -40,7 +45,7 @@ class Watched(Resumable):
             beat(session, number)
 
         def recorded_fetch(store: ObjectStore, name: str, file: str, scratch: Path, progress: Progress) -> Path:
-            record("start", what=f"begins {file}")
+            record("start", what=f"begins {file}", held=sorted(path.name for path in scratch.iterdir()))
             path = fetch(store, name, file, scratch, progress)
             record("start", what=f"has {file}")
             return path
@@ -107,6 +112,93 @@ def test_what_is_damaged_in_the_store_is_passed_over(job: Path, file: str, damag
         assert file in run.events("snapshot_passed_over")[0]["reason"]
         assert len(run.events("store_retrying")) == 1
     assert noted(job) == NEWEST - 1
+
+
+def take_out_of_reach(path: Path) -> None:
+    """The store lists this file, and does not give it, as where it is archived, or permission lacks (which no test can
+    do without): the kernel refuses to follow a link to itself."""
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("protocol", ["faulty", "folder"])
+def test_what_the_store_lists_and_does_not_give_is_passed_over_if_that_is_allowed(
+    job: Path, file: str, protocol: str
+) -> None:
+    """It may be sound: it is not done again unasked."""
+    take_out_of_reach(job / "store" / open_store(job / "store").snapshots()[0].name / file)
+    settings: dict[str, Any] = {"url": str(job / "store")}
+    if protocol == "faulty":
+        settings = {"url": f"faulty:/{job}/store", "storage_options": SOUND}
+    settings["storage_timeout_s"] = 0.3
+    refused = go(job, train_section={"max_steps": NEWEST}, checkpoint=settings, expect_success=False)
+    assert refused.codes == [StorageError.exit_code], refused.output
+    assert file in refused.errors[0].what
+    assert "--allow rewind" in refused.errors[0].hint
+    assert noted(job) == NEWEST
+    run = go(job, train_section={"max_steps": NEWEST - 1}, checkpoint=settings, options=ALLOWED)
+    assert [e["global_step"] for e in run.events("restored")] == [NEWEST - 1]
+    (said,) = run.events("snapshot_passed_over")
+    assert f"step-{NEWEST:012d}" in said["where"]
+    assert file in said["reason"]
+    assert noted(job) == NEWEST - 1
+
+
+def test_a_store_that_gives_none_of_its_snapshots_is_no_reason_to_begin_anew(job: Path) -> None:
+    for snapshot in open_store(job / "store").snapshots():
+        take_out_of_reach(job / "store" / snapshot.name / FILES[0])
+    settings = {"url": str(job / "store"), "storage_timeout_s": 0.3}
+    run = go(job, train_section={"max_steps": 1}, checkpoint=settings, options=ALLOWED, expect_success=False)
+    assert run.codes == [StorageError.exit_code], run.output
+    assert len(run.events("snapshot_passed_over")) == 2
+
+
+@pytest.mark.parametrize("file", [MANIFEST_FILE, "trainer.json"])
+def test_a_new_machine_is_told_the_run_by_an_older_snapshot_if_that_is_allowed(
+    job: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = JobIdentity.read(job / "state")
+    assert known is not None
+    store = open_store(f"faulty:/{job}/store", SOUND)
+    cat_file = FaultyFileSystem.cat_file
+
+    def refuse(fs: FaultyFileSystem, path: str, *args: Any, **kwargs: Any) -> bytes:
+        if path.endswith(file) and f"step-{NEWEST:012d}" in path:
+            raise PermissionError("InvalidObjectState")
+        return cat_file(fs, path, *args, **kwargs)
+
+    monkeypatch.setattr(FaultyFileSystem, "cat_file", refuse)
+    with pytest.raises(StorageError, match=f"{file}.*InvalidObjectState"):
+        run_in_store(store)
+    assert run_in_store(store, rewinds=True) == JobIdentity(known.run_id, 4)
+    shutil.rmtree(job / "store" / store.snapshots()[1].name)
+    if file == MANIFEST_FILE:
+        with pytest.raises(StorageError, match="InvalidObjectState"):
+            run_in_store(store, rewinds=True)
+    else:
+        assert run_in_store(store, rewinds=True) == JobIdentity(known.run_id, None)
+
+
+def test_a_new_machine_goes_on_from_an_older_snapshot_if_that_is_allowed(job: Path) -> None:
+    for file in ("trainer.json", "model.safetensors"):
+        take_out_of_reach(job / "store" / open_store(job / "store").snapshots()[0].name / file)
+    shutil.rmtree(job / "state")
+    settings = {"url": str(job / "store"), "storage_timeout_s": 0.3}
+    with pytest.raises(StorageError, match=r"trainer\.json") as raised:
+        go(job, train_section={"max_steps": NEWEST}, checkpoint=settings, expect_success=False)
+    assert "--allow rewind" in raised.value.hint
+    run = go(job, train_section={"max_steps": NEWEST - 1}, checkpoint=settings, options=ALLOWED)
+    assert [e["global_step"] for e in run.events("restored")] == [NEWEST - 1]
+
+
+def test_what_was_downloaded_of_a_damaged_one_makes_room_for_the_next(job: Path) -> None:
+    store = open_store(f"faulty:/{job}/store", SOUND)
+    (job / "store" / store.snapshots()[0].name / FILES[-1]).write_bytes(b"short")
+    run = start(job, NEWEST - 1, task="tests.process.test_resume_downloads:Watched")
+    assert [e["global_step"] for e in run.events("restored")] == [NEWEST - 1]
+    held = [line["held"] for line in run.recorded("start") if line["what"] == f"begins {FILES[0]}"]
+    assert [len(names) for names in held] == [0, 3, 0], "the damaged one twice, then the one before"
 
 
 def test_what_is_damaged_in_a_folder_is_not_read_twice(job: Path) -> None:
