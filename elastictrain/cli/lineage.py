@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from elastictrain.errors import (
     MissingInputError,
     SnapshotDamagedError,
     SnapshotError,
+    SnapshotVersionError,
     StorageError,
     UnreadableFileError,
 )
@@ -92,19 +94,28 @@ def run_in_store(store: Store, *, rewinds: bool = False) -> JobIdentity | None:
     return JobIdentity(run_id, None)
 
 
-def find_source(text: str, storage_options: Mapping[str, Any], warn: Callable[[str], None] = _ignore) -> SnapshotSource:
+def find_source(
+    text: str,
+    storage_options: Mapping[str, Any],
+    warn: Callable[[str], None] = _ignore,
+    kept: SnapshotSource | None = None,
+) -> SnapshotSource:
     """The snapshot that `--from URL[@STEP]` names.
 
-    Of a state directory, both tiers count: what is in its memory tier alone is made durable now, in that job's store.
+    Without a step it is the newest that is sound: what is damaged is found by reading it, and passed over. Of a state
+    directory, both tiers count: what is in its memory tier alone is made durable now, in that job's store.
 
     Args:
         text: a store's URL or folder, or a state directory; then, optionally, `@` and a step.
         storage_options: for a store; a state directory says itself how its store is opened.
         warn: called for each snapshot that is passed over.
+        kept: what the run of this start has begun with: if that is meant, it need not be looked for again.
 
     Raises:
         MissingInputError: there is no such snapshot.
-        SnapshotDamagedError: the one that was asked for is in the memory tier alone, and damaged.
+        SnapshotDamagedError: there are some, and none of them can be read; or the one that was asked for is in the
+            memory tier alone, and damaged.
+        SnapshotVersionError: the newest was written by a newer program.
         StorageError: the store cannot be read, or takes no snapshot.
     """
     where, at, step_text = text.rpartition("@")
@@ -114,26 +125,42 @@ def find_source(text: str, storage_options: Mapping[str, Any], warn: Callable[[s
     step = int(step_text) if step_text else None
     folder = Path(where)
     if "://" not in where and (folder / IDENTITY_FILE).exists():
-        return _of_state_dir(text, folder.absolute(), step, warn)
+        return _of_state_dir(text, folder.absolute(), step, warn, kept)
     url = str(folder.absolute()) if "://" not in where else where
     store = open_store(url, storage_options)
     candidates = newest_first(None, store)
     run_id = latest_run(candidates)
-    found = _of_step(text, [c for c in candidates if c.run_id == run_id], step, store.where)[0]
-    return SnapshotSource(url, found.run_id, found.global_step)
+    if candidates and run_id is None:
+        raise _none_sound(text, store.where)
+    found = _of_step(text, [c for c in candidates if c.run_id == run_id], step, store.where)
+    if step is None and kept is not None and (kept.url, kept.run_id) == (url, run_id):
+        return replace(kept, storage_options=None)
+    for candidate in found:
+        if step is not None or _is_sound(candidate, text, warn):
+            return SnapshotSource(url, candidate.run_id, candidate.global_step)
+    raise _none_sound(text, store.where)
 
 
-def _of_state_dir(text: str, folder: Path, step: int | None, warn: Callable[[str], None]) -> SnapshotSource:
+def _of_state_dir(
+    text: str, folder: Path, step: int | None, warn: Callable[[str], None], kept: SnapshotSource | None
+) -> SnapshotSource:
     identity = JobIdentity.read(folder)
     place = find_place(None, folder, None)
     candidates = [c for c, _ in place.candidates() if identity is not None and c.run_id == identity.run_id]
-    durable = {c.global_step for c in candidates if c.tier == "durable"}
+    durable = {c.global_step: c for c in candidates if c.tier == "durable"}
     url = place.config.url or str(folder / SNAPSHOTS_DIR)
     if "://" not in url:
         url = str(Path(url).absolute())
-    for candidate in _of_step(text, candidates, step, place.describe()):
-        if candidate.global_step not in durable:
-            assert candidate.memory is not None
+    options = place.config.storage_options
+    found = _of_step(text, candidates, step, place.describe())
+    if step is None and kept is not None and (kept.url, kept.run_id) == (url, found[0].run_id):
+        return replace(kept, storage_options=options)
+    for candidate in found:
+        source = SnapshotSource(url, candidate.run_id, candidate.global_step, storage_options=options)
+        stored = durable.pop(candidate.global_step, None)
+        if stored is not None and (step is not None or _is_sound(stored, text, warn)):
+            return source
+        if candidate.memory is not None:
             try:
                 with OpenSnapshot(candidate.memory.path, candidate.name) as opened:
                     place.store.put(opened)
@@ -142,13 +169,40 @@ def _of_state_dir(text: str, folder: Path, step: int | None, warn: Callable[[str
             except (SnapshotDamagedError, BusyError) as error:
                 if step is not None:
                     raise
-                warn(f"--from {text}: {candidate.where} is passed over: {error.what}")
-                continue
-        options = place.config.storage_options
-        return SnapshotSource(url, candidate.run_id, candidate.global_step, storage_options=options)
-    raise SnapshotDamagedError(
-        f"--from {text}: none of the snapshots in {place.describe()} can be read",
-        "`elastictrain checkpoints verify` says why.",
+                _pass_over(candidate, text, error.what, warn)
+            else:
+                return source
+    raise _none_sound(text, place.describe())
+
+
+def _is_sound(candidate: Candidate, text: str, warn: Callable[[str], None]) -> bool:
+    """Whether a stored snapshot can be used; else says why not.
+
+    Raises:
+        SnapshotVersionError: it was written by a newer program.
+        StorageError: the store failed.
+    """
+    try:
+        candidate.read_manifest()
+    except SnapshotVersionError as error:
+        raise SnapshotVersionError(f"--from {text}: {candidate.where}/{error.what}", error.hint) from error
+    except (SnapshotError, UnreadableFileError) as error:
+        _pass_over(candidate, text, error.what, warn)
+        return False
+    damages = candidate.verify()
+    if damages != []:
+        reason = "is gone" if damages is None else "; ".join(map(str, damages))
+        _pass_over(candidate, text, reason, warn)
+    return damages == []
+
+
+def _pass_over(candidate: Candidate, text: str, reason: str, warn: Callable[[str], None]) -> None:
+    warn(f"--from {text}: {candidate.where} is passed over: {reason}")
+
+
+def _none_sound(text: str, where: str) -> SnapshotDamagedError:
+    return SnapshotDamagedError(
+        f"--from {text}: none of the snapshots in {where} can be read", "`elastictrain checkpoints verify` says why."
     )
 
 

@@ -98,7 +98,7 @@ def run(
     from elastictrain.cli.state_dir import StartOptions, StateDir
     from elastictrain.core.lifecycle import State
     from elastictrain.core.past import Past
-    from elastictrain.protocol import RunSpec
+    from elastictrain.protocol import JobIdentity, RunSpec
     from elastictrain.supervisor.control import ControlSettings
     from elastictrain.supervisor.past import read_past
     from elastictrain.supervisor.record import Record
@@ -111,10 +111,11 @@ def run(
     loaded = load_job(job, overrides or [])
     config = loaded.config
     state = StateDir(state_dir if state_dir is not None else DEFAULT_ROOT / config.name, _warn)
+    kept = JobIdentity.read(state.path) if source is not None and not fresh else None
     options = StartOptions(
         fresh=fresh,
         source=with_patience(
-            lambda: find_source(source, config.checkpoint.storage_options, _warn),
+            lambda: find_source(source, config.checkpoint.storage_options, _warn, kept.source if kept else None),
             config.checkpoint.storage_timeout_s,
             _warn,
             f"--from {redact_url(source)}: the run cannot begin without it.",

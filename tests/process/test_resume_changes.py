@@ -21,10 +21,16 @@ from elastictrain.cli.state_dir import StartOptions, StateDir
 from elastictrain.config import load_job
 from elastictrain.core.membership import Member, Plan
 from elastictrain.core.order import sample_list
-from elastictrain.errors import MissingInputError, SnapshotDamagedError, SnapshotError, StateDirError
+from elastictrain.errors import (
+    MissingInputError,
+    SnapshotDamagedError,
+    SnapshotError,
+    SnapshotVersionError,
+    StateDirError,
+)
 from elastictrain.protocol import IDENTITY_FILE, RUNS_DIR, JobIdentity, SnapshotSource
 from tests.process.helpers import Trained, train
-from tests.process.resume_helpers import go, kept, memory_of, nothing_left, samples, steps_in, store_of
+from tests.process.resume_helpers import as_of_version, go, kept, memory_of, nothing_left, samples, steps_in, store_of
 from tests.process.snapshot_payload import tier_of, write
 
 SGD = {"optimizer": "sgd", "model": "linear"}
@@ -367,6 +373,82 @@ def test_a_state_directory_as_source_has_a_memory_tier_and_a_store_elsewhere(tmp
     assert find_source(str(parent / "state"), {}, warnings.append).global_step == 3
     assert len(warnings) == 2
     assert all("model.safetensors" in warning for warning in warnings)
+
+
+@pytest.fixture(scope="module")
+def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job, to be copied: steps 1 to 3 are durable."""
+    folder = tmp_path_factory.mktemp("parent")
+    for limit in (1, 2, 3):
+        go(folder, overrides=[f"train.max_steps={limit}"], checkpoint={"keep_last": 9})
+    assert steps_in(store_of(folder)) == [3, 2, 1]
+    return folder
+
+
+@pytest.fixture
+def parent(three_steps: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(three_steps, tmp_path / "parent")
+
+
+@pytest.mark.parametrize("kind", ["folder", "object store", "state directory"])
+def test_damaged_snapshots_of_a_source_are_passed_over_unless_one_is_named(
+    parent: Path, tmp_path: Path, kind: str
+) -> None:
+    store, warnings = store_of(parent), list[str]()
+    text = {
+        "folder": str(store.path),
+        "object store": f"faulty:/{store.path}",
+        "state directory": str(parent / "state"),
+    }[kind]
+    options = {"target": "file"} if kind == "object store" else {}
+    newest, middle, oldest = (store.path / snapshot.name for snapshot in store.snapshots())
+    model = bytearray((newest / "model.safetensors").read_bytes())
+    model[-1] ^= 1
+    (newest / "model.safetensors").write_bytes(model)
+    (middle / "manifest.json").write_bytes(b"{")
+    source = find_source(text, options, warnings.append)
+    assert source.global_step == 1
+    assert [name in warning for name, warning in zip((newest.name, middle.name), warnings, strict=True)] == [True] * 2
+    assert "model.safetensors" in warnings[0]
+    assert "manifest.json" in warnings[1]
+    if kind == "folder":
+        run = go(tmp_path / "child", options=StartOptions(source=source))
+        assert run.events("restored")[0]["global_step"] == 1
+    named = find_source(f"{text}@3", options)
+    assert named.global_step == 3
+    own = {"storage_options": options}
+    run = go(tmp_path / "named", options=StartOptions(source=named), checkpoint=own, expect_success=False)
+    assert run.codes == [SnapshotDamagedError.exit_code]
+    assert any("model.safetensors" in event["reason"] for event in run.events("snapshot_passed_over"))
+    assert find_source(text, options, warnings.append, named).global_step == 3, "the run has begun with it"
+    (oldest / "trainer.json").unlink()
+    with pytest.raises(SnapshotDamagedError, match=r"none of the snapshots in .* can be read"):
+        find_source(text, options)
+    for folder in (newest, oldest):
+        (folder / "manifest.json").write_bytes(b"{")
+    with pytest.raises(SnapshotDamagedError, match=r"none of the snapshots in .* can be read"):
+        find_source(text, options)
+
+
+def test_a_source_of_a_newer_format_is_refused_by_name(parent: Path) -> None:
+    """It is not damaged, and an older one is not what was asked for."""
+    manifest = store_of(parent).path / store_of(parent).snapshots()[0].name / "manifest.json"
+    as_of_version(manifest, 99)
+    with pytest.raises(SnapshotVersionError, match=r"--from .*step-000000000003-.*99"):
+        find_source(str(store_of(parent).path), {})
+
+
+def test_a_damaged_snapshot_of_a_source_whose_memory_has_it_is_stored_again(tmp_path: Path) -> None:
+    store, parent, warnings = store_of(tmp_path), tmp_path, list[str]()
+    for limit in (2, 3):
+        go(parent, overrides=[f"train.max_steps={limit}"])
+    move_to_memory(store, memory_of(parent), 3)
+    assert find_source(str(parent / "state"), {}).global_step == 3, "it is durable again"
+    path = store.path / store.snapshots()[0].name / "optimizer.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert find_source(str(parent / "state"), {}, warnings.append).global_step == 3
+    assert "optimizer.safetensors" in "".join(warnings)
+    assert store.verify(store.snapshots()[0].name) == []
 
 
 def test_a_state_directory_as_source_says_how_its_store_is_opened(tmp_path: Path) -> None:
