@@ -95,6 +95,7 @@ class ObjectStore(Store):
                     self._check_upload(name, file, entry, progress)
                 faults.point("store.copied")
             faults.point("store.files")
+            self._check_presence(name, manifest.files)
             self.check_fence()  # as close to the commit as can be: there is no way to have both in one
             self._fs.pipe_file(self._path(name), manifest.encoded)
             faults.point("store.manifest")
@@ -132,6 +133,16 @@ class ObjectStore(Store):
                 size_bytes, found = hash_stream(stream, progress)
         if damage := check_content(file, entry, size_bytes, found):
             raise StorageError(f"{self.where}/{name}: was stored wrongly: {damage}")
+
+    def _check_presence(self, name: str, files: Mapping[str, FileEntry]) -> None:
+        """Whether what was stored is still there: older than another snapshot of its run, as where a run goes on from
+        before a damaged one, it looks like a leftover until it has its manifest, and anybody may clean those up."""
+        for file, entry in files.items():
+            size_bytes = None
+            with contextlib.suppress(FileNotFoundError):
+                size_bytes = self._fs.info(self._path(name, file))["size"]
+            if size_bytes != entry.size_bytes:
+                raise StorageError(f"{self.where}/{name}/{file}: was removed or replaced while the rest was written")
 
     def _is_sound(self, name: str, file: str, entry: FileEntry, progress: Progress) -> bool:
         if not self._client.exists(self._path(name, file)):
@@ -184,6 +195,9 @@ class ObjectStore(Store):
         )
 
     def _remove_leftover(self, name: str) -> None:
+        with self._explained(f"looking at {name}"):
+            if self._client.exists(self._path(name)):  # it was none, but being written, and is complete by now
+                return
         self.delete(name)
 
     def dead_uploads(self) -> list[str]:

@@ -404,6 +404,39 @@ def test_leftovers_in_an_object_store_go_once_the_run_has_gone_on(tier):
     assert store._fs.exists(store._path(new, "model.safetensors"))
 
 
+@pytest.mark.parametrize("num_files", [1, 2, 3])
+def test_who_cleans_up_while_an_older_step_is_written_again_tears_nothing(tier, tmp_path, monkeypatch, num_files):
+    """A run that goes on from before a damaged snapshot writes what looks like a leftover, until its manifest is there.
+    Somebody cleans up after each file in turn: all of it is stored by one try, or nothing."""
+    url = f"memory://{uuid.uuid4().hex}"
+    put(open_store(url), tier, 100)
+    snapshot, other, copied = write(tier, 90), open_store(url), []
+
+    def clean_up(point: str) -> None:
+        if point == "store.copied":
+            copied.append(point)
+            if len(copied) == num_files:
+                assert other.clean_leftovers() == [snapshot.name]
+
+    monkeypatch.setattr(faults, "point", clean_up)
+    store = open_store(url)
+    with OpenSnapshot(snapshot.path, snapshot.name) as source:
+        with pytest.raises(StorageError, match="was removed or replaced while the rest was written"):
+            store.put(source)
+        assert check(other, tmp_path) == [100]
+        store.put(source)
+    assert check(other, tmp_path) == [100, 90]
+
+
+def test_what_was_complete_by_the_time_it_is_cleaned_up_stays(tier, tmp_path, monkeypatch):
+    store = open_store(f"memory://{uuid.uuid4().hex}")
+    put(store, tier, 100)
+    name = put(store, tier, 90)
+    monkeypatch.setattr(store, "leftovers", lambda: [name])  # as it was a moment ago
+    store.clean_leftovers()
+    assert check(store, tmp_path) == [100, 90]
+
+
 CALLS = [
     *(f"{kind}:{n}" for kind, most in {"write": 2, "close": 2, "put": 1, "get": 1, "read": 4, "info": 5}.items()
       for n in range(1, most + 1)),
