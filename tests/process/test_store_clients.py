@@ -17,6 +17,7 @@ from elastictrain.cli.lineage import run_in_store
 from elastictrain.errors import ConfigError, StorageError
 from elastictrain.testing import faulty_fs
 from tests.process.helpers import wait_until
+from tests.process.resume_helpers import go, kept, nothing_left
 from tests.process.sftp_server import NEEDS_SSHD, Sftp
 from tests.process.snapshot_payload import RUN_ID, assert_holds, tier_of, write
 
@@ -180,6 +181,21 @@ def test_a_connection_that_breaks_is_made_again(sftp, tier, tmp_path):
     assert [s.global_step for s in store.snapshots()] == [3, 2, 1]
     assert stored_steps(url, sftp.options, tmp_path) == [3, 2, 1]
     assert not [r for r in reports if r.kind in ("failed", "restarting")]
+
+
+@NEEDS_SSHD
+@pytest.mark.filterwarnings("default")
+def test_a_job_goes_on_from_sftp_on_a_machine_that_has_never_seen_it(sftp, tmp_path):
+    checkpoint = {"url": f"sftp://127.0.0.1{tmp_path}/some/folder", "storage_options": sftp.options}
+    whole = go(tmp_path / "whole")
+    go(tmp_path / "first", checkpoint=checkpoint, overrides=["train.max_steps=4"])
+    assert nothing_left(tmp_path / "first")
+    run = go(tmp_path / "second", checkpoint=checkpoint)
+    (restored,) = run.events("restored")
+    assert (restored["from_tier"], restored["global_step"]) == ("durable", 4)
+    assert run.losses == whole.losses[4:]
+    store = open_store(checkpoint["url"], sftp.options)
+    assert kept(tmp_path / "second", store) == kept(tmp_path / "whole")
 
 
 @NEEDS_SSHD
