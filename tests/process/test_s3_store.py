@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 import uuid
 import warnings
@@ -234,7 +235,10 @@ def train_through(s3: S3, url: str, folder: Path, seconds: float) -> None:
         wait_until(lambda: len(read_metrics(folder / "cut" / "state")) > 4)
         s3.stop()
         try:
-            time.sleep(seconds)  # not to wait for anything: that is how long it is away
+            with socket.create_server(("127.0.0.1", s3.port)) as nobody:
+                nobody.settimeout(DEADLINE_S)
+                nobody.accept()[0].close()  # it is away until it has been wanted, however slow the machine
+            time.sleep(seconds)  # not to wait for anything: that is how long it is away at least
             assert ranks[0].exitcode is None, "it ended without its store"
         finally:
             s3.start()
