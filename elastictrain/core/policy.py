@@ -332,25 +332,25 @@ def decide(
     return Restart(backoff_s(len(counted) - 1, budget, jitter), cause.what)
 
 
-def none_has_failed(ended_s: Sequence[float], budget: Budget, *, now_s: float) -> bool:
-    """Whether so many worker groups have ended without progress, each as if another node had failed, that none can
-    have: a node that has failures of its own would have given up by now.
+def decide_elsewhere(count: int, cause: Cause, budget: Budget) -> Halt | None:
+    """What to do after worker groups that ended as if another node had failed: go on, unless there were so many of them
+    that a node which has failures of its own would have given up by now.
+
+    Not within a window of time: where no rank reaches another, each of them lasts until a limit is over.
 
     Args:
-        ended_s: when, since there was progress.
+        count: of them in a row, without progress.
+        cause: of the last.
         budget: how much each node bears.
-        now_s: on the same clock.
     """
-    return sum(now_s - at_s <= budget.window_s for at_s in ended_s) > budget.max_failures + 1
-
-
-def of_no_node(cause: Cause, count: int) -> Cause:
-    """The cause of the last of so many ends that every node blames on another one."""
-    return Cause(
-        CauseKind.COLLECTIVE,
-        f"{count} worker groups in a row ended without progress, and no node has failed. The last time: {cause.what}",
-        "Look at the network between the nodes: firewalls, and which interface GLOO_SOCKET_IFNAME or "
-        "NCCL_SOCKET_IFNAME names; NCCL_DEBUG=INFO says more.",
+    if count <= budget.max_failures + 1:
+        return None
+    return Halt(
+        f"{count} worker groups in a row ended without progress, each as if another node had failed. The last time: "
+        f"{cause.what}",
+        "See what the other nodes say. If they say the same, look at the network between them: firewalls, and which "
+        "interface GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names; NCCL_DEBUG=INFO says more.",
+        HaltError.exit_code,
     )
 
 

@@ -30,7 +30,6 @@ from typing import NoReturn
 from aiohttp import web
 
 from elastictrain.errors import ElasticTrainError, UsageError
-from elastictrain.kv import kept
 from elastictrain.kv.address import listen
 from elastictrain.kv.gateway import (
     INTERNAL,
@@ -41,6 +40,7 @@ from elastictrain.kv.gateway import (
     Gateway,
     refusal,
 )
+from elastictrain.kv.keeping import WARN_EVERY_S, Keeping, read_kept
 from elastictrain.kv.store import ServingClock, Store
 from elastictrain.logs import Logger, make_logger
 from elastictrain.procs import die_with_parent
@@ -57,7 +57,6 @@ IDLE_S = 300.0
 BODY_S = 30.0
 """Within which the body of a request must be there."""
 TICK_S = 0.5
-WARN_EVERY_S = 60.0
 
 
 class StoreServer:
@@ -80,12 +79,9 @@ class StoreServer:
         max_connections: int = MAX_CONNECTIONS,
         idle_s: float = IDLE_S,
     ) -> None:
-        self._store = store
         self._gateway = Gateway(store)
         self._logger = logger
-        self._keep = keep
-        self._kept_revision = store.lasting_revision
-        self._keeping = asyncio.Lock()
+        self._keeping = Keeping(store, keep, logger) if keep is not None else None
         self._max_connections = max_connections
         self._idle_s = idle_s
         self._connections: dict[asyncio.BaseProtocol, _Connection] = {}  # by aiohttp's end of each
@@ -173,24 +169,9 @@ class StoreServer:
             body = await request.read()
         # Nothing is awaited in it, so requests are carried out one after another.
         answer = self._gateway.answer(path.removeprefix("/v3/"), body, self._clock.look(self._loop.time()))
-        if self._keep is not None and self._store.lasting_revision != self._kept_revision:
-            await self._keep_all(self._keep)
+        if self._keeping is not None:
+            await self._keeping.keep()
         return answer
-
-    async def _keep_all(self, path: Path) -> None:
-        """What is not in the file yet is there when this returns; a disk that stands still holds up nobody else."""
-        wanted = self._store.lasting_revision
-        async with self._keeping:
-            if self._kept_revision >= wanted:
-                return  # by whoever wrote before us
-            wanted = self._store.lasting_revision
-            try:
-                await asyncio.to_thread(kept.write, path, self._store.lasting(), self._store.revision)
-            except OSError as error:
-                # Nodes remember it as well: only who has not heard of it, and is alone then, is worse off.
-                self._logger.warning("store_keep_failed", path=str(path), error=error.strerror or str(error))
-            else:
-                self._kept_revision = wanted
 
 
 class _Connection(asyncio.Protocol):
@@ -274,23 +255,11 @@ def _listening(arguments: argparse.Namespace) -> list[socket.socket]:
         raise UsageError(f"--listen-fd names what is no socket: {error.strerror}") from error
 
 
-def _store(keep: Path | None, logger: Logger) -> Store:
-    if keep is None:
-        return Store()
-    try:
-        return kept.read(keep)
-    except (OSError, kept.KeptError) as error:
-        # Nodes remember what was agreed on, and write it again.
-        why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
-        logger.warning("store_begins_empty", path=str(keep), error=why)
-        return Store()
-
-
 async def _serve(
     listening: Sequence[socket.socket], keep: Path | None, max_connections: int, ready_fd: int | None
 ) -> None:
     logger = make_logger()
-    server = StoreServer(_store(keep, logger), logger, keep=keep, max_connections=max_connections)
+    server = StoreServer(read_kept(keep, logger), logger, keep=keep, max_connections=max_connections)
     told = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, told.set)

@@ -8,17 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from elastictrain.core.past import furthest_step
-from elastictrain.core.policy import (
-    Budget,
-    Cause,
-    Failure,
-    Halt,
-    Restart,
-    classify,
-    decide,
-    none_has_failed,
-    of_no_node,
-)
+from elastictrain.core.policy import Budget, Cause, Failure, Halt, Restart, classify, decide, decide_elsewhere
 
 if TYPE_CHECKING:
     from elastictrain.supervisor.life import LifeEnd
@@ -37,7 +27,7 @@ class Failures:
         self._own = list(earlier)
         self._budget = budget
         self._samples_in_step = samples_in_step
-        self._elsewhere_s: list[float] = []
+        self._num_elsewhere = 0
         self._elsewhere_at = -1
 
     def halt(self) -> Halt | None:
@@ -65,24 +55,20 @@ class Failures:
         )
         return self._decide()
 
-    def add_elsewhere(self, end: LifeEnd) -> Cause | None:
-        """Takes note of an end that another node is to blame for, and counts. Returns a cause that this node has to
-        count itself: it has gone on for so long without progress that no other can be to blame."""
+    def add_elsewhere(self, end: LifeEnd) -> Halt | None:
+        """Takes note of an end that another node is to blame for, and counts; None where it goes on."""
         if not end.ends:
             return None  # nobody has failed: a node comes, or goes
         if end.failed_step > self._elsewhere_at:
-            self._elsewhere_s.clear()
+            self._num_elsewhere = 0
         self._elsewhere_at = max(end.failed_step, self._elsewhere_at)
-        now_s = time.monotonic()
-        self._elsewhere_s.append(now_s)
-        if not none_has_failed(self._elsewhere_s, self._budget, now_s=now_s):
-            return None
-        return of_no_node(classify(end.ends), len(self._elsewhere_s))
+        self._num_elsewhere += 1
+        return decide_elsewhere(self._num_elsewhere, classify(end.ends), self._budget)
 
     def forget(self) -> None:
         """Somebody says that the cause is removed."""
         self._own.clear()
-        self._elsewhere_s.clear()
+        self._num_elsewhere = 0
 
     def _decide(self) -> Restart | Halt:
         samples = self._samples_in_step(self._own[-1].reached_step)

@@ -249,7 +249,8 @@ class Muster:
         keeper = plan.members[0].node
         if keeper == self._me.node:
             await self._plan.change(
-                lambda known: replace(known, is_complete=True) if known.number == plan.number else None, FAREWELL_S
+                lambda known: replace(known, is_complete=True) if known.number == plan.number else None,
+                max(FAREWELL_S, self._store_timeout_s),  # the others wait as long, and would do the last steps again
             )
             return True
         async with self._changed:
@@ -276,7 +277,11 @@ class Muster:
         place = plan.place_of(self._me.node) if plan is not None else None
         if plan is None or place is None:
             return False
-        return {member.node for member in plan.members[:place]}.isdisjoint(node.node for node in self._seen.living)
+        if self._away_since_s is not None:
+            return True  # nobody can be asked: rather all than none
+        earlier = {member.node for member in plan.members[:place]}
+        # One whose supervisor was started again knows nothing of what its ranks have left.
+        return not any(node.node in earlier and node.has_taken_part for node in self._seen.living)
 
     async def stop_all(self, reason: str) -> None:
         asked: Plan | None = None
@@ -337,7 +342,8 @@ class Muster:
         plan = self._plan.newest
         others = [node for node in self._seen.living if node.node != self._me.node]
         # One turn may have been on its way when the end was written; the next was not.
-        unaware = {node for node, turn in self._seen.turns(Standing.AWAY).items() if turn < away.get(node, turn) + 2}
+        turns = self._seen.turns(Standing.AWAY)
+        unaware = {node for node, turn in away.items() if turns.get(node, turn + 2) < turn + 2}
         return (plan is not None and plan.end is not None) and any(
             node.standing is not Standing.AWAY or node.node in unaware for node in others
         )
@@ -365,18 +371,19 @@ class Muster:
         while True:
             self._poke.clear()
             began_s = self._clock()
+            interval_s = CALM_S if self._standing in (Standing.RUNNING, Standing.AWAY) else BUSY_S
             try:
                 await self._look()
+                interval_s = self._interval_s()
             except EtcdError as error:
                 self._could_not_look(str(error), began_s)
             except Exception as error:  # noqa: BLE001 - whatever it is: who looks no more is lost, and hears of nothing
                 self._could_not_look(f"{type(error).__name__}: {error}", began_s)
             async with self._changed:
                 self._changed.notify_all()
+            # Unlike `wait_for` of 3.11 a time-out never swallows a cancellation.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(
-                    self._interval_s()
-                ):  # unlike `wait_for` of 3.11 it never swallows a cancellation
+                async with asyncio.timeout(interval_s):
                     await self._poke.wait()
 
     def _interval_s(self) -> float:

@@ -8,6 +8,8 @@ switched off, or a pod that is taken away, would take it along.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -47,63 +49,105 @@ class Settled:
         return f"snapshot of step {self.step} {'durable' if self.durable else 'in the memory tier only'}"
 
 
-async def settle(
-    run_dir: Path,
-    config: JobConfig,
-    *,
-    may_wait: Callable[[], bool],
-    emit: Callable[..., None],
-) -> Settled | None:
-    """Has the newest snapshot of a run that this node has in memory made durable, and gives the memory back.
+class Settling:
+    """What the last worker group has left in memory, and how long its store is waited for.
 
     Args:
-        run_dir: of the last worker group.
         config: of the job.
-        may_wait: whether to go on waiting for the store.
         emit: takes events.
-
-    Returns:
-        what became of it; None where there is nothing of the run in memory.
     """
-    try:
-        spec = RunSpec.read(run_dir)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # it never came so far that a rank could have begun
-    state_dir = Path(spec.state_dir)
-    try:
-        tiers = NodeTiers.of_job(config.checkpoint, job=config.name, state_dir=state_dir)
+
+    def __init__(self, config: JobConfig, emit: Callable[..., None]) -> None:
+        self._config = config
+        self._emit = emit
+        self._run_dir: Path | None = None
+        self._asked_s: float | None = None
+        self._hurries = False
+
+    def is_left_by(self, run_dir: Path | None) -> None:
+        """A worker group has ended; None where it has left nothing that is wanted."""
+        self._run_dir = run_dir
+
+    def asked_to_end(self) -> None:
+        """Somebody waits for the end: the time for the store, of the ranks and of this, counts from the first time."""
+        if self._asked_s is None:
+            self._asked_s = time.monotonic()
+
+    def hurry(self) -> None:
+        """Nobody wants to wait for storage any more."""
+        self._hurries = True
+
+    def goes_on(self) -> None:
+        """The job goes on: nobody waits."""
+        self._asked_s, self._hurries = None, False
+
+    async def settle(self, is_wanted: Callable[[], bool]) -> Settled | None:
+        """Has the newest snapshot of the run that this node has in memory made durable, and gives the memory back.
+
+        Args:
+            is_wanted: whether it is to go on.
+
+        Returns:
+            what became of it; None where there is nothing of the run in memory.
+        """
+        run_dir, self._run_dir = self._run_dir, None
+        began_s = self._asked_s if self._asked_s is not None else time.monotonic()
+        deadline_s = began_s + self._config.checkpoint.preempt_deadline_s
+
+        def may_wait() -> bool:
+            return is_wanted() and not self._hurries and time.monotonic() < deadline_s
+
+        if run_dir is None or not may_wait():
+            return None
+        try:
+            return await self._settle(RunSpec.read(run_dir), may_wait)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None  # there is no spec: it never came so far that a rank could have begun
+        except ElasticTrainError as error:
+            where = self._config.checkpoint.memory_path
+            self._emit("snapshot_not_durable", at_step=None, kept_in=where, last_error=error.what)
+            return None
+
+    async def _settle(self, spec: RunSpec, may_wait: Callable[[], bool]) -> Settled | None:
+        config, state_dir = self._config.checkpoint, Path(spec.state_dir)
+        tiers = NodeTiers.of_job(config, job=self._config.name, state_dir=state_dir)
+        tiers = await asyncio.to_thread(tiers.readable, self._passed_over)
         newest, durable = await asyncio.to_thread(_newest, tiers, spec.run_id, DurableNote(state_dir))
-    except (OSError, ElasticTrainError) as error:
-        emit("snapshot_not_durable", at_step=None, kept_in=config.checkpoint.memory_path, last_error=str(error))
-        return None
-    if newest is None:
-        return None
-    if durable:  # by the persister of the last worker group, which goes on after its end
-        await asyncio.to_thread(_give_back, tiers)
+        if newest is None:
+            return None
+        if not durable:  # by the persister of the last worker group, which goes on after its end
+            fence = Fence(spec.run_id, spec.incarnation, spec.group.attempt) if self._config.elastic.has_peers else None
+            settings = PersisterSettings.of_job(config, state_dir, fence)
+            if is_own_memory(settings):
+                return None  # the store has gone with the process that wrote it
+            durable = await self._persist(newest, settings, may_wait)
+        if durable:
+            await asyncio.to_thread(_give_back, tiers)
         return Settled(newest.global_step, durable)
-    loop = asyncio.get_running_loop()
 
-    def reported(report: Report) -> None:
-        if report.event is not None:
-            loop.call_soon_threadsafe(partial(emit, report.event[0], **report.event_fields))
+    async def _persist(self, newest: MemorySnapshot, settings: PersisterSettings, may_wait: Callable[[], bool]) -> bool:
+        loop = asyncio.get_running_loop()
 
-    fence = Fence(spec.run_id, spec.incarnation, spec.group.attempt) if config.elastic.has_peers else None
-    settings = PersisterSettings.of_job(config.checkpoint, state_dir, fence)
-    if is_own_memory(settings):
-        return None  # the store has gone with the process that wrote it
-    persister = Persister(settings, reported)
-    try:
-        await asyncio.to_thread(persister.submit, newest)
-        while not durable and not persister.has_failed(newest.global_step) and may_wait():
-            durable = await asyncio.to_thread(persister.wait, newest.global_step, LOOK_S)
-    finally:
-        await asyncio.to_thread(persister.close, finish=True, timeout_s=LEAVE_S)
-    if durable:
-        await asyncio.to_thread(_give_back, tiers)
-    else:
-        last_error = persister.status.last_error
-        emit("snapshot_not_durable", at_step=newest.global_step, kept_in=str(newest.path), last_error=last_error)
-    return Settled(newest.global_step, durable)
+        def reported(report: Report) -> None:
+            if report.event is not None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: a persister that is left to itself
+                    loop.call_soon_threadsafe(partial(self._emit, report.event[0], **report.event_fields))
+
+        durable = False
+        persister = Persister(settings, reported)
+        try:
+            await asyncio.to_thread(persister.submit, newest)
+            while not durable and not persister.has_failed(newest.global_step) and may_wait():
+                durable = await asyncio.to_thread(persister.wait, newest.global_step, LOOK_S)
+        finally:
+            await asyncio.to_thread(persister.close, finish=True, timeout_s=LEAVE_S)
+        if not durable:
+            why = persister.status.last_error or "there was no time"
+            self._emit("snapshot_not_durable", at_step=newest.global_step, kept_in=str(newest.path), last_error=why)
+        return durable
+
+    def _passed_over(self, where: str, reason: str) -> None:
+        self._emit("snapshot_passed_over", where=where, reason=reason)
 
 
 def _newest(tiers: NodeTiers, run_id: str, note: DurableNote) -> tuple[MemorySnapshot | None, bool]:

@@ -36,7 +36,7 @@ from elastictrain.supervisor.life import Life, LifeEnd
 from elastictrain.supervisor.output import Event, Line
 from elastictrain.supervisor.remembered import Said
 from elastictrain.supervisor.settings import budget_of
-from elastictrain.supervisor.settling import Settled, settle
+from elastictrain.supervisor.settling import Settling
 from elastictrain.supervisor.team import Alone, Assignment, Team
 
 _T = TypeVar("_T")
@@ -123,9 +123,7 @@ class Supervisor:
         earlier = self._past.counted(time.monotonic())
         self._failures = Failures(earlier, budget_of(config), self._said.samples_in_step)
         self._snapshot_wanted = False
-        self._left: Path | None = None
-        """Folder of the last worker group, where that has left its last step in memory, for the next one."""
-        self._hurries = False
+        self._settling = Settling(config, self._emit)
         self._is_complete_elsewhere = False
         self._launcher = Launcher(
             state_dir, fork=config.elastic.fast_restart, grace_s=config.supervisor.teardown_timeout_s
@@ -152,12 +150,13 @@ class Supervisor:
         try:
             await self._team.open(self)
             while self._state not in lifecycle.FINAL:
-                if self._state is State.HALTED:
-                    await self._settle(State.HALTED, State.DRAINED, State.STOPPED)
-                if self._has_given_up:
-                    break
                 if self._state in (State.HALTED, State.DRAINED):
+                    is_first_left = self._team.is_first_left()
                     self._team.stand(Standing.AWAY, self._reason)
+                    if is_first_left:
+                        await self._settling.settle(lambda: self._state not in lifecycle.RUNNING)
+                    if self._has_given_up:
+                        break
                     await self._launcher.close()  # it may take long, and what is imported takes memory
                     if self._state in (State.HALTED, State.DRAINED):
                         await self._wait_for_change(None)
@@ -218,8 +217,7 @@ class Supervisor:
             end = await self._life.run()
         finally:
             self._life = None
-        is_over = end.outcome is not None and (end.outcome["complete"] or self._state in lifecycle.ENDING)
-        self._left = None if is_over else incarnation.run_dir
+        self._settling.is_left_by(incarnation.run_dir)
         await self._after_life(end, incarnation)
 
     def _own_children(self) -> frozenset[int]:
@@ -250,22 +248,24 @@ class Supervisor:
         has_peers = incarnation.group.num_nodes > 1
         if outcome is not None:
             self._outcome = outcome
-        if outcome is not None and outcome["complete"] and not await self._finish():
-            self._chronicle.ended(end, "the last state could not be kept on another node", None)
-            self._move(Trigger.GROUP_FAILED, "the last state could not be kept on another node: once more")
-        elif outcome is not None and outcome["complete"]:
+        is_done = outcome is not None and outcome["complete"]
+        if is_done and await self._finish():
+            self._settling.is_left_by(None)
             self._move(Trigger.GROUP_COMPLETED, "all steps are done")
             self._chronicle.ended(end, "complete", None)
             self._emit("completed", global_step=end.reached_step)
         elif self._state in lifecycle.ENDING:
             self._chronicle.ended(end, self._reason, None)
             await self._ended_on_request(outcome)
+        elif is_done:
+            self._chronicle.ended(end, "the last state could not be kept on another node", None)
+            self._move(Trigger.GROUP_FAILED, "the last state could not be kept on another node: once more")
         elif self._restart_reason is not None:
             reason, self._restart_reason = self._restart_reason, None
             self._chronicle.ended(end, reason, None)
             self._emit("restart_planned", delay_s=0.0, reason=reason)
         elif has_peers and (all(e.secondary for e in end.ends) or await self._agent_lost_the_others(end)):
-            await self._ended_elsewhere(end)
+            self._ended_elsewhere(end)
         elif outcome is not None and not any(not rank_end.secondary for rank_end in end.ends):
             # Whoever started us has told the ranks themselves, as Slurm does.
             self._chronicle.ended(end, outcome["reason"], None)
@@ -280,12 +280,11 @@ class Supervisor:
             self._failed(cause, end, [report.as_error() for report in incarnation.reports()])
             await self._pause()
 
-    async def _ended_elsewhere(self, end: LifeEnd) -> None:
+    def _ended_elsewhere(self, end: LifeEnd) -> None:
         """Each node counts its own failures, and whoever asked for this end, or failed, is another one."""
-        if (cause := self._failures.add_elsewhere(end)) is not None:
-            self._chronicle.ended(end, cause.what, cause)
-            self._failed(cause, end)
-            await self._pause()
+        if (halt := self._failures.add_elsewhere(end)) is not None:
+            self._chronicle.ended(end, halt.reason, None)
+            self._halt(halt)
             return
         reason = end.outcome["reason"] if end.outcome is not None else "ranks on another node ended"
         self._chronicle.ended(end, reason, None)
@@ -325,11 +324,15 @@ class Supervisor:
             task.cancel()
 
     async def _ended_on_request(self, outcome: dict[str, Any] | None) -> None:
+        settled = None
+        if not self._is_complete_elsewhere and self._team.is_first_left():
+            settled = await self._settling.settle(lambda: self._state in lifecycle.ENDING)
         if self._is_complete_elsewhere:
             self._completed_elsewhere()
             return
-        settled = await self._settle(*lifecycle.ENDING) if outcome is None else None
-        reason = outcome["reason"] if outcome is not None else f"{self._reason}, {settled or 'nothing new to keep'}"
+        reason = outcome["reason"] if outcome is not None else self._reason
+        if settled is not None:
+            reason = f"{self._reason}, {settled}"
         self._move(Trigger.GROUP_ENDED, reason)
         self._emit("drained" if self._state is State.DRAINED else "stopped", reason=reason)
 
@@ -337,19 +340,6 @@ class Supervisor:
         self._error = None
         self._move(Trigger.GROUP_COMPLETED, "all steps are done, on other nodes")
         self._emit("completed", reason=self._reason)
-
-    async def _settle(self, *states: State) -> Settled | None:
-        """No worker group follows, at least for now: what the last one has left in memory is made durable, while the
-        state is one of these."""
-        left, self._left = self._left, None
-        if left is None or not self._team.is_first_left():
-            return None
-        deadline_s = time.monotonic() + self._config.checkpoint.preempt_deadline_s
-
-        def may_wait() -> bool:
-            return self._state in states and not self._hurries and time.monotonic() < deadline_s
-
-        return await settle(left, self._config, may_wait=may_wait, emit=self._emit)
 
     # ---- failures
 
@@ -450,7 +440,7 @@ class Supervisor:
         self._life.abandon()
 
     def stop_with_all(self, reason: str) -> None:
-        if self._state not in lifecycle.ENDING:
+        if self._state is not State.STOPPING:
             self._stop(f"{reason}, on all nodes", is_asked_here=False)
 
     def complete_with_all(self) -> None:
@@ -474,20 +464,22 @@ class Supervisor:
     def _stop(self, reason: str, *, is_asked_here: bool = True) -> None:
         """Whoever asks for it here a second time wants no more waiting. What was heard from another node is no first
         time: somebody who stops the job on all nodes, one after the other, has said so once on each."""
-        if self._state in lifecycle.FINAL:
-            return
+        hurry = is_asked_here and self._is_asked_to_stop
+        self._is_asked_to_stop |= is_asked_here
+        self._settling.asked_to_end()
+        if hurry:
+            self._settling.hurry()
+        if self._state in lifecycle.FINAL or self._has_given_up:
+            return  # it ends anyway
         self._team.stand(Standing.LEAVING if self._life is not None else Standing.AWAY, reason)
         self._restart_reason = None
         already = self._state is State.STOPPING
-        hurry = already and is_asked_here and self._is_asked_to_stop
-        self._is_asked_to_stop |= is_asked_here
-        self._hurries |= hurry
         self._move(Trigger.STOP_ASKED, self._reason if already else reason)
         if self._state is State.STOPPED:
             self._error = None
             self._emit("stopped", reason=reason)
         if self._life is not None:
-            self._life.ask_to_stop(hurry=hurry)
+            self._life.ask_to_stop(hurry=hurry and already)
 
     async def stop(self, reason: str) -> None:
         with contextlib.suppress(TimeoutError):
@@ -523,6 +515,7 @@ class Supervisor:
 
     async def drain(self) -> None:
         before = self._state
+        self._settling.asked_to_end()
         self._restart_reason = None
         self._move(Trigger.DRAIN_ASKED, "asked to drain")
         self._team.stand(Standing.LEAVING if self._life is not None else Standing.AWAY, "asked to drain")
@@ -538,6 +531,7 @@ class Supervisor:
             )
         self._move(Trigger.RESUME_ASKED, "asked to resume")
         self._failures.forget()
+        self._settling.goes_on()
         self._error = None
 
     async def restart(self, reason: str) -> None:

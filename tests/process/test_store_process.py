@@ -22,6 +22,7 @@ from elastictrain.kv.client import EtcdClient, EtcdError, Stored
 from elastictrain.kv.settings import EtcdSettings
 from elastictrain.procs import read_stat
 from elastictrain.supervisor.store_process import StoreProcess
+from tests.process.conftest import DeadDisk
 from tests.process.helpers import DEADLINE_S, ROOT, wait_until
 
 
@@ -294,12 +295,37 @@ def test_a_disk_that_cannot_be_written_costs_the_memory_of_it_and_nothing_else(t
         store = StoreProcess("127.0.0.1", 0, events, keep=tmp_path / "nowhere" / "store.json")
         await store.open()
         client = client_of(store.port)
-        await asyncio.to_thread(client.put, "plan", b"1", 0)
+        for value in (b"0", b"1"):
+            await asyncio.to_thread(client.put, "plan", value, 0)
+        for _ in range(20):
+            assert (await asyncio.to_thread(client.get, "plan")).value == b"1"  # type: ignore[union-attr]
         assert (await events.wait("store_keep_failed"))["error"] == "No such file or directory"
-        assert (await asyncio.to_thread(client.get, "plan")).value == b"1"  # type: ignore[union-attr]
+        assert len(events.named("store_keep_failed")) == 1, "said once, and not by every request"
         (tmp_path / "nowhere").mkdir()
         await asyncio.to_thread(client.put, "plan", b"2", 0)
         assert kept.read(tmp_path / "nowhere" / "store.json").lasting()[b"plan"].value == b"2"
+        client.close()
+        await store.close()
+
+    run(main())
+
+
+def test_a_disk_that_stands_still_holds_up_who_changes_something_for_a_moment_and_nobody_else(
+    mortal_disk: DeadDisk,
+) -> None:
+    async def main() -> None:
+        events = Events()
+        path = mortal_disk.path / "store.json"
+        store = StoreProcess("127.0.0.1", 0, events, keep=path)
+        await store.open()
+        client = client_of(store.port)
+        await asyncio.to_thread(client.put, "plan", b"1", 0)
+        mortal_disk.die()
+        await asyncio.to_thread(client.put, "plan", b"2", 0)
+        assert "has not answered" in (await events.wait("store_keep_failed"))["error"]
+        assert (await asyncio.to_thread(client.get, "plan")).value == b"2"  # type: ignore[union-attr]
+        mortal_disk.come_back()
+        await until(lambda: kept.read(path).lasting()[b"plan"].value == b"2")
         client.close()
         await store.close()
 
