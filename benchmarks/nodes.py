@@ -109,7 +109,7 @@ class Hosts:
 
 
 @contextmanager
-def hosts(folder: Path, num_nodes: int, store: str) -> Iterator[Hosts]:
+def made_hosts(folder: Path, num_nodes: int, store: str) -> Iterator[Hosts]:
     """Nodes that are up, and the store if it is etcd."""
     with Cluster(num_nodes + (NUM_MEMBERS if store == "etcd" else 0), shared=[folder]) as cluster:
         nodes, others = cluster.nodes[:num_nodes], cluster.nodes[num_nodes:]
@@ -276,7 +276,7 @@ def measure_round(fault: str, folder: Path, figures: Figures, num_nodes: int, st
     for number, name in enumerate([OURS, *(contenders if fault == "kill" and store == "c10d" else [])]):
         print(f"{fault}: {name}", file=sys.stderr, flush=True)
         try:
-            with hosts(folder, num_nodes, store) as these:
+            with made_hosts(folder, num_nodes, store) as these:
                 if name == OURS:
                     MEASURE[fault](these, folder / str(number), figures)
                 else:

@@ -41,7 +41,8 @@ class Standing(StrEnum):
     """Its ranks have done the job's last step."""
 
 
-_RUNS = (Standing.RUNNING, Standing.LEAVING)
+RUNS = (Standing.RUNNING, Standing.LEAVING)
+"""Its ranks are at work, or ending."""
 LONGEST_WARMING_S = 60.0
 """So long the others wait for one that will be ready soon. Then they go on, and it joins when it is."""
 _NUMBERS_OF_LOST_PLANS = 1000
@@ -383,7 +384,7 @@ def next_plan(
         token: makes the attempt's name unique.
         job: name of the job.
     """
-    busy = [node for node in nodes if node.standing in _RUNS]
+    busy = [node for node in nodes if node.standing in RUNS]
     if busy:
         return Wait(f"the ranks on {_names(busy)} have not ended yet")
     if plan is not None and (done := [n for n in nodes if n.standing is Standing.DONE and n.number >= plan.number]):
@@ -453,7 +454,7 @@ def is_over(plan: Plan, nodes: Sequence[Node]) -> bool:
         plan.is_over
         or plan.is_complete
         or any(
-            node.standing not in _RUNS and node.number >= plan.number and plan.place_of(node.node) is not None
+            node.standing not in RUNS and node.number >= plan.number and plan.place_of(node.node) is not None
             for node in nodes
         )
     )

@@ -49,6 +49,10 @@ class Arrival:
         self._lost_since_s = 0.0
 
     @property
+    def is_alone(self) -> bool:
+        return False
+
+    @property
     def waits_for(self) -> str:
         if self._team is not None:
             return self._team.waits_for

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastictrain.core.membership import (
+    RUNS,
     Bounds,
     End,
     Lineage,
@@ -58,8 +59,6 @@ SERVED_TRIES = 5
 """How often to ask whether it is a store that listens where ours should: it may be on its way up."""
 FAREWELL_S = 10.0
 """How long to wait, at the end, for the others to hear of it."""
-
-_RUNS = (Standing.RUNNING, Standing.LEAVING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +165,10 @@ class Muster:
     # ---- for the supervisor
 
     @property
+    def is_alone(self) -> bool:
+        return False
+
+    @property
     def waits_for(self) -> str:
         if self._away_since_s is not None:
             away_s = self._clock() - self._away_since_s
@@ -206,7 +209,7 @@ class Muster:
 
     def stand(self, standing: Standing, reason: str = "") -> None:
         self._standing, self._reason = standing, reason
-        if standing not in _RUNS and standing is not Standing.DONE:
+        if standing not in RUNS and standing is not Standing.DONE:
             self._mine = None
         self._poke.set()
 
@@ -417,7 +420,7 @@ class Muster:
     def _look_after_links(self, orders: Orders) -> None:
         """Finds out who is reached: before a worker group is put together, and while this node's ranks wait."""
         others = [node for node in self._seen.living if node.node != self._me.node and node.links_port]
-        waits = self._standing in _RUNS and orders.waits_since_s()[0] >= WONDER_S
+        waits = self._standing in RUNS and orders.waits_since_s()[0] >= WONDER_S
         self._links.look_after(
             {node.node: (node.address, node.links_port) for node in others},
             all_again=waits or self._standing is Standing.READY,
@@ -455,7 +458,7 @@ class Muster:
                 orders.stop_with_all(end.reason)
             return
         mine = self._mine
-        if self._standing in _RUNS and mine is not None:
+        if self._standing in RUNS and mine is not None:
             assert plan is not None
             if plan.attempt != mine.attempt:
                 self._order_to_abandon(f"the other nodes have gone on without this one, as {plan.attempt}")
@@ -493,7 +496,7 @@ class Muster:
         if self._away_since_s is None:
             self._away_since_s = began_s
             self._emit("store_away", why=why)
-        if self._standing in _RUNS and self._mine is not None and self._orders is not None:
+        if self._standing in RUNS and self._mine is not None and self._orders is not None:
             waits_s, limit_s = self._orders.waits_since_s()
             away_s = now_s - self._away_since_s
             if has_failed_before and min(waits_s, away_s) > max(limit_s, self._timeout_s):

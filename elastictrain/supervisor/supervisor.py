@@ -227,7 +227,7 @@ class Supervisor:
     async def _assemble(self) -> Assignment | None:
         """Waits for the nodes that it takes; None if told to stop meanwhile."""
         self._early_regroup = self._early_abandon = ""  # what came since its end was meant for the last worker group
-        if isinstance(self._team, Alone):
+        if self._team.is_alone:
             return await self._team.assemble()
         self._team.stand(Standing.WARMING, "its processes are being started")
         assembled = await self._unless_ending(self._until_assembled(), self._say_what_is_waited_for)

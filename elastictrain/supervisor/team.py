@@ -58,6 +58,10 @@ class Team(Protocol):
     """The nodes of the job. All methods belong to the supervisor's event loop."""
 
     @property
+    def is_alone(self) -> bool:
+        """There are no other nodes, and will be none: nothing is waited for."""
+
+    @property
     def waits_for(self) -> str:
         """What `assemble` waits for, in words."""
 
@@ -103,6 +107,7 @@ class Team(Protocol):
 class Alone:
     """The team of a job on one node."""
 
+    is_alone = True
     waits_for = ""
     nodes: tuple[NodeView, ...] = ()
     other_ranks: tuple[RankView, ...] = ()

@@ -26,7 +26,7 @@ case $SLURMD_NODENAME in node0) way=c10d ;; *) way=etcd ;; esac
 [ {num_nodes} -eq 1 ] || set -- "$@" --set "elastic.rendezvous=$way://127.0.0.1:{port}"
 exec {python} -m elastictrain.cli.main "$@"
 """
-STEPS = 1200
+STEPS = 5000
 ENOUGH = 15
 DEADLINE_S = 180.0
 

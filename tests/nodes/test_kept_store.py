@@ -29,7 +29,7 @@ def test_who_has_not_heard_of_the_newest_plan_does_not_go_on_beside_it(cluster: 
     store.kill()
     cluster.cut_between([first], [second, third])
     supervisor.send_signal(signal.SIGCONT)
-    wait_until(lambda: "may train still" in job.status(first)["reason"], DEADLINE_S)
+    wait_until(lambda: "may train still" in job.status(first).get("reason", ""), DEADLINE_S)
     job.wait_steps(3)
     assert job.world_size(second) == 2
     assert job.world_size(first) == 0

@@ -8,43 +8,27 @@ from pathlib import Path
 import pytest
 
 from elastictrain.core.lifecycle import State
-from elastictrain.core.membership import Standing
-from elastictrain.core.status import NodeView, RankView
 from elastictrain.supervisor.incarnation import Incarnation
 from elastictrain.supervisor.supervisor import Supervisor
-from elastictrain.supervisor.team import Assignment, Orders
+from elastictrain.supervisor.team import Alone, Assignment, Orders
 from tests.process.test_lost_agent import CONFIG
 from tests.process.test_supervisor import Kept
 
 
-class WithoutThisOne:
-    """Other nodes, which never take this one in. Implements `team.Team`.
+class WithoutThisOne(Alone):
+    """Other nodes, which never take this one in.
 
     Args:
         end: what they say once this one is ready: "complete" or "stop".
     """
 
+    is_alone = False
     waits_for = "takes no part"
-    nodes: tuple[NodeView, ...] = ()
-    other_ranks: tuple[RankView, ...] = ()
-    pids: frozenset[int] = frozenset()
 
     def __init__(self, end: str) -> None:
         self._end = end
         self.orders: Orders | None = None
         self.draining: asyncio.Task[None] | None = None
-
-    def stand(self, standing: Standing, reason: str = "") -> None: ...
-
-    async def others_ended(self) -> bool:
-        return False
-
-    async def finish(self) -> bool:
-        return True
-
-    async def stop_all(self, reason: str) -> None: ...
-
-    async def close(self) -> None: ...
 
     async def open(self, orders: Orders) -> None:
         self.orders = orders

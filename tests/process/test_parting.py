@@ -145,8 +145,9 @@ def test_a_stop_before_the_first_step_keeps_what_was_restored(tmp_path: Path) ->
             manifest.unlink()
         process.send_signal(signal.SIGTERM)
         assert process.wait(DEADLINE_S) == 0
-    assert newest_in_memory(tmp_path) == 2
     assert [report.kept_step for report in read_error_reports(run_dir)].count(2) >= 1
+    assert steps_in(store_of(tmp_path))[0] == 2, "no worker group follows: the supervisor has it made durable"
+    assert not memory_of(tmp_path).snapshots()
 
 
 def test_rows_that_the_first_forward_pass_has_rescaled(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def stop_between_two_groups(folder: Path, *, spoil_the_store: bool = False) -> t
         folder,
         params={"pause_s": 0.02},
         train={"max_steps": 10**6},
-        checkpoint={**NEVER, "preempt_deadline_s": 1.0 if spoil_the_store else 60.0},
+        checkpoint={**NEVER, "preempt_deadline_s": 5.0 if spoil_the_store else 60.0},
     )
     state = StateDir(folder / "state")
     job = load_job(str(path))

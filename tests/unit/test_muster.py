@@ -269,6 +269,27 @@ def test_a_drained_node_hears_of_the_end_before_the_store_goes_with_the_node_tha
     play("ab", it, store_of="a")
 
 
+def test_one_of_the_nodes_acts_for_all_that_were_in_the_last_worker_group() -> None:
+    async def it(world: World) -> None:
+        def first_left() -> set[str]:
+            return {name for name, node in world.nodes.items() if node.muster.is_first_left()}
+
+        world.boot("a", "b", "c")
+        await world.train_together("a", "b")
+        assert first_left() == {"a"}
+        world.kill("a")
+        await world.until(lambda: "b" in first_left(), limit_s=10.0)
+        await world.train_together("b", "c")
+        world.boot("a")  # it knows nothing any more
+        await world.until(lambda: "a" in {node.node for node in world.nodes["b"].muster._seen.living})
+        assert first_left() == {"b"}
+        world.store.is_up = False
+        await asyncio.sleep(10.0)
+        assert first_left() == {"b", "c"}, "nobody can be asked"
+
+    play("abc", it, max_nodes=2)
+
+
 def test_who_has_done_the_last_step_waits_for_rank_zero_while_the_store_is_away() -> None:
     """Rank zero may still be writing, and fail."""
 
@@ -284,6 +305,21 @@ def test_who_has_done_the_last_step_waits_for_rank_zero_while_the_store_is_away(
         assert not await finishing, "there is more to do"
 
     play("ab", it)
+
+
+def test_rank_zero_tells_the_others_that_all_is_done_however_late_the_store_is_back() -> None:
+    """With a node that left, they could not even begin again."""
+
+    async def it(world: World) -> None:
+        world.boot("a", "b")
+        await world.train_together("a", "b")
+        world.store.is_up = False
+        finishing = [asyncio.create_task(world.nodes[name].muster.finish()) for name in "ab"]
+        await asyncio.sleep(STORE_TIMEOUT_S / 2)
+        world.store.is_up = True
+        assert await asyncio.gather(*finishing) == [True, True]
+
+    play("ab", it, min_nodes=2)
 
 
 def test_nobody_begins_anew_what_is_about_to_be_complete() -> None:
