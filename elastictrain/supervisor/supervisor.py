@@ -154,7 +154,7 @@ class Supervisor:
                     is_first_left = self._team.is_first_left()
                     self._team.stand(Standing.AWAY, self._reason)
                     if is_first_left:
-                        await self._settling.settle(lambda: self._state not in lifecycle.RUNNING)
+                        await self._settling.settle(self._is_ending)
                     if self._has_given_up:
                         break
                     await self._launcher.close()  # it may take long, and what is imported takes memory
@@ -326,7 +326,7 @@ class Supervisor:
     async def _ended_on_request(self, outcome: dict[str, Any] | None) -> None:
         settled = None
         if not self._is_complete_elsewhere and self._team.is_first_left():
-            settled = await self._settling.settle(lambda: self._state in lifecycle.ENDING)
+            settled = await self._settling.settle(self._is_ending)
         if self._is_complete_elsewhere:
             self._completed_elsewhere()
             return
@@ -335,6 +335,10 @@ class Supervisor:
             reason = f"{self._reason}, {settled}"
         self._move(Trigger.GROUP_ENDED, reason)
         self._emit("drained" if self._state is State.DRAINED else "stopped", reason=reason)
+
+    def _is_ending(self) -> bool:
+        """No worker group follows, and what the last one has left is not done yet on other nodes."""
+        return self._state not in lifecycle.RUNNING and not self._is_complete_elsewhere
 
     def _completed_elsewhere(self) -> None:
         self._error = None

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from elastictrain.cli.state_dir import StateDir
 from elastictrain.config import load_job
@@ -26,61 +30,103 @@ def test_a_job_that_is_halted_leaves_its_last_step_in_the_store(tmp_path: Path) 
     assert not memory_of(tmp_path).snapshots()
 
 
-def stop_between_two_groups(folder: Path, *, spoil_the_store: bool = False) -> tuple[Ending, Kept, int]:
-    """Has a worker group make room for another one, and stops the job while that is laid out.
+class Between:
+    """A job whose worker group makes room for another one; something is asked of its supervisor while that is laid out.
 
-    Returns:
-        the supervisor's end, its events, and the last step.
+    Args:
+        folder: of the job.
+        ask: is called then.
+        spoil_the_store: no snapshot gets durable any more.
+        preempt_deadline_s: of the job.
     """
-    path = write_faulty(
-        folder,
-        params={"pause_s": 0.02},
-        train={"max_steps": 10**6},
-        checkpoint={**NEVER, "preempt_deadline_s": 5.0 if spoil_the_store else 60.0},
-    )
-    state = StateDir(folder / "state")
-    job = load_job(str(path))
-    sink = Kept()
-    prepared: list[int] = []
 
-    async def scenario() -> Ending:
+    def __init__(
+        self,
+        folder: Path,
+        ask: Callable[[Supervisor], Coroutine[Any, Any, None]],
+        *,
+        spoil_the_store: bool = False,
+        preempt_deadline_s: float = 60.0,
+    ) -> None:
+        path = write_faulty(
+            folder,
+            params={"pause_s": 0.02},
+            train={"max_steps": 10**6},
+            checkpoint={**NEVER, "preempt_deadline_s": preempt_deadline_s},
+        )
+        self.state = StateDir(folder / "state")
+        self.job = load_job(str(path))
+        self.sink = Kept()
+        self.ending = asyncio.run(self._run(ask, spoil_the_store))
+        (ended,) = [fields for kind, fields in self.sink.events if kind == "incarnation_ended"]
+        self.step = ended["global_step"]
+
+    async def _run(self, ask: Callable[[Supervisor], Coroutine[Any, Any, None]], spoil_the_store: bool) -> Ending:
         loop = asyncio.get_running_loop()
+        prepared: list[int] = []
+        asking: list[asyncio.Task[None]] = []
+
+        async def begin_to_ask() -> None:
+            asking.append(asyncio.create_task(ask(supervisor)))
+            await asyncio.sleep(0)
 
         def prepare(assignment: Assignment) -> Incarnation:
-            incarnation = state.prepare(job, assignment=assignment)
+            incarnation = self.state.prepare(self.job, assignment=assignment)
             prepared.append(incarnation.number)
             if len(prepared) == 2:
-                asyncio.run_coroutine_threadsafe(supervisor.stop("enough"), loop).result()
+                asyncio.run_coroutine_threadsafe(begin_to_ask(), loop).result()
             return incarnation
 
-        supervisor = Supervisor(job.config, prepare, state_dir=state.path, sink=sink)
+        supervisor = Supervisor(self.job.config, prepare, state_dir=self.state.path, sink=self.sink)
         running = asyncio.create_task(supervisor.run())
         await until(lambda: supervisor.state is State.TRAINING)
         if spoil_the_store:
-            if (state.path / "snapshots").exists():
-                (state.path / "snapshots").rename(state.path / "elsewhere")
-            (state.path / "snapshots").write_text("no folder")
+            store = self.state.path / "snapshots"
+            if store.exists():
+                store.rename(self.state.path / "elsewhere")
+            store.write_text("no folder")
         supervisor.regroup("node c joins")
-        return await running
+        ending = await running
+        await asyncio.gather(*asking)
+        return ending
 
-    ending = asyncio.run(scenario())
-    (step,) = [fields["global_step"] for kind, fields in sink.events if kind == "incarnation_ended"]
-    return ending, sink, step
+
+async def stop(supervisor: Supervisor) -> None:
+    await supervisor.stop("enough")
 
 
 def test_a_job_that_is_stopped_between_two_worker_groups_leaves_its_last_step_in_the_store(tmp_path: Path) -> None:
-    ending, _, step = stop_between_two_groups(tmp_path)
-    assert ending.state is State.STOPPED
-    assert ending.reason == f"enough, snapshot of step {step} durable"
-    assert steps_in(store_of(tmp_path)) == [step]
+    between = Between(tmp_path, stop)
+    assert between.ending.state is State.STOPPED
+    assert between.ending.reason == f"enough, snapshot of step {between.step} durable"
+    assert steps_in(store_of(tmp_path)) == [between.step]
     assert not memory_of(tmp_path).snapshots()
 
 
 def test_a_store_that_fails_then_is_not_waited_for_beyond_the_deadline(tmp_path: Path) -> None:
-    ending, sink, step = stop_between_two_groups(tmp_path, spoil_the_store=True)
-    assert ending.state is State.STOPPED
-    assert ending.reason == f"enough, snapshot of step {step} in the memory tier only"
-    (said,) = [fields for kind, fields in sink.events if kind == "snapshot_not_durable"]
-    assert said["at_step"] == step
-    assert "snapshots" in said["last_error"] or "is at work still" in said["last_error"]
-    assert [snapshot.global_step for snapshot in memory_of(tmp_path).snapshots()] == [step]
+    between = Between(tmp_path, stop, spoil_the_store=True, preempt_deadline_s=5.0)
+    assert between.ending.state is State.STOPPED
+    assert between.ending.reason == f"enough, snapshot of step {between.step} in the memory tier only"
+    (said,) = [fields for kind, fields in between.sink.events if kind == "snapshot_not_durable"]
+    assert said["at_step"] == between.step
+    assert said["last_error"]
+    assert [snapshot.global_step for snapshot in memory_of(tmp_path).snapshots()] == [between.step]
+
+
+@pytest.mark.parametrize("end", ["complete", "stop", "a second stop"])
+def test_what_is_heard_while_the_store_is_waited_for_is_not_lost(tmp_path: Path, end: str) -> None:
+    async def ask(supervisor: Supervisor) -> None:
+        draining = asyncio.create_task(supervisor.drain())
+        await asyncio.sleep(1.0)  # by then the store is waited for; if not, what is said is heard all the same
+        assert supervisor.state is State.DRAINING
+        if end == "complete":
+            supervisor.complete_with_all()
+        elif end == "stop":
+            supervisor.stop_with_all("enough")
+        if end != "complete":
+            for _ in range(2):  # the first time it is asked for here, and then once more: nobody wants to wait
+                await supervisor.stop("enough")
+        await draining
+
+    between = Between(tmp_path, ask, spoil_the_store=True, preempt_deadline_s=600.0)
+    assert between.ending.state is (State.COMPLETED if end == "complete" else State.STOPPED)
