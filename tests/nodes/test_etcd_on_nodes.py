@@ -80,6 +80,7 @@ def job_over_etcd(cluster: Cluster, folder: Path) -> tuple[EtcdOnNodes, Job]:
     return etcd, Job(cluster, folder, rendezvous=f"etcd://{members}", supervisor=LIMITS, pause_s=0.15)
 
 
+@pytest.mark.longest
 @pytest.mark.parametrize(
     "is_killed",
     [

@@ -50,6 +50,7 @@ def start_another_build(job: Job, node: Node, folder: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
+@pytest.mark.longest
 def test_whatever_happens_to_nodes(cluster: Cluster, tmp_path: Path) -> None:
     """Refused, cut off and healed, killed and booted, stopped and woken, drained and resumed, with wrong clocks, and
     one with more ranks than the others: one job goes through all of it, on 4, 3, 1, 2 ranks and more. At last the host

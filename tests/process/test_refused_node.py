@@ -21,7 +21,7 @@ CODE = "from tests.drill.paced import Task\n"
     ("steps", "code", "what"),
     [
         (STEPS + 1, CODE, "job file"),
-        pytest.param(STEPS, CODE + "# mended\n", "task.py", marks=pytest.mark.long),
+        pytest.param(STEPS, CODE + "# mended\n", "task.py", marks=pytest.mark.soak),
     ],
     ids=["another job file", "another task"],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,8 @@ from tests.unit.muster_world import (
     play,
 )
 
-NUM_SCHEDULES = 60
+NUM_SCHEDULES = int(os.environ.get("ELASTICTRAIN_TEST_SCHEDULES", "25"))
+"""A second each; several hundred for whoever has changed how nodes agree."""
 
 
 @pytest.fixture(autouse=True)
