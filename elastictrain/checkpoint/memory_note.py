@@ -7,11 +7,10 @@ path, once noted, stays: another node of the same state directory may have left 
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from pathlib import Path
 
+from elastictrain.checkpoint.note_lock import alone_with
 from elastictrain.errors import StateDirError
 from elastictrain.protocol import MEMORY_FILE, write_json
 
@@ -51,11 +50,7 @@ class MemoryNote:
         """
         if memory_path in self.paths():
             return
-        fd = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+        with alone_with(self.path):
             known = self.paths()
             if memory_path not in known:
                 write_json(self.path, {"paths": [str(path) for path in [*known, memory_path]]})
-        finally:
-            os.close(fd)

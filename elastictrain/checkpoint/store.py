@@ -261,12 +261,13 @@ class Store(ABC):
         return damages
 
     def _holds(self, manifest: Manifest, progress: Progress) -> bool:
-        """Whether this very snapshot is there, and sound. Another try of the same step may have other content."""
+        """Whether this very snapshot is there, and sound. Another try of the same step may have other content, and one
+        of a newer program is there only for a run that has given it up."""
         try:
             return self.read_manifest(manifest.name).files == manifest.files and not self.verify(
                 manifest.name, progress
             )
-        except (SnapshotDamagedError, UnreadableFileError):
+        except (SnapshotError, UnreadableFileError):
             return False
 
     def dead_uploads(self) -> list[str]:

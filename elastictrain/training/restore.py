@@ -5,7 +5,8 @@ is newer. The ranks agree on the newest; its holder reads it and broadcasts tens
 of the run, so that memory use stays near one copy of the state.
 
 A store that is down is waited for. What is known to be durable, by the note in the state directory, is never passed
-over for something older because the store cannot be reached, or has lost everything: that is an error.
+over for something older because the store cannot be reached, or has lost everything: that is an error. What a
+start was allowed to give up all the same stays given up for the worker groups after it.
 """
 
 from __future__ import annotations
@@ -48,10 +49,12 @@ from elastictrain.errors import (
 )
 from elastictrain.training.collectives import broadcast_bytes, broadcast_tensor, gather_ints
 from elastictrain.training.device import Place
+from elastictrain.training.given_up import GivenUpSnapshots
 from elastictrain.training.state import TrainingState
 from elastictrain.training.tensor_forms import DTYPES
 
 _NONE = -1
+_GIVEN_UP = f"was given up, by --allow {REWIND}, at an earlier start; --from URL@STEP begins a run with it all the same"
 T = TypeVar("T")
 
 
@@ -68,7 +71,8 @@ class Lookup:
         store_patience_s: how long to wait for a store that fails.
         begins_run: the run has not been here before: a manifest that does not even say of which run it is, is of
             another.
-        note: says what is known to be durable, on local rank zero of each node; None where that is of no concern.
+        note: says what is known to be durable, and what is given up, on local rank zero of each node; None where that
+            is of no concern.
     """
 
     tiers: tuple[MemoryTier, ...]
@@ -135,6 +139,7 @@ class Restorer:
         self._num_busy = 0
         self._out_of_reach: StorageError | None = None
         self._damaged_in_memory: list[MemorySnapshot] = []
+        self._given_up = GivenUpSnapshots()
 
     def restore(self, state: TrainingState, lookup: Lookup) -> Restored | None:
         """Brings the newest readable snapshot into `state`; None if there is none at all. Collective.
@@ -148,12 +153,13 @@ class Restorer:
                 only what is older, which nobody has allowed.
         """
         place = self._place
+        self._given_up = GivenUpSnapshots.gather(lookup.note, lookup.run_id, place)
         reader = self._newest_in_memory(lookup)
         told = gather_ints([_step_of(reader), _noted(lookup)], place)
         newest, noted = (max(column) for column in zip(*told, strict=True))
         listed: list[Candidate] = []
         if lookup.store is not None:
-            listed = self._list_durable(lookup, reached=newest, noted=noted)
+            listed = self._without_given_up(self._list_durable(lookup, reached=newest, noted=noted))
             if (better := self._open([c for c in listed if c.global_step > newest], lookup)) is not None:
                 if reader is not None:
                     reader.close()
@@ -186,6 +192,17 @@ class Restorer:
         finally:
             if reader is not None:
                 reader.close()
+
+    def _without_given_up(self, listed: list[Candidate]) -> list[Candidate]:
+        """What the durable tier has, but for what is given up. That it is there still counts: it is no empty store."""
+        left = []
+        for candidate in listed:
+            if self._given_up.holds(candidate):
+                self._num_damaged += 1
+                self._on_passed_over(candidate.where, _GIVEN_UP)
+            else:
+                left.append(candidate)
+        return left
 
     def _newest_in_memory(self, lookup: Lookup) -> SnapshotReader | None:
         self._pass_over_nameless(lookup)
@@ -245,14 +262,18 @@ class Restorer:
         return found
 
     def _note(self, lookup: Lookup, listed: list[Candidate], newest: int) -> None:
-        """What counts as durable from now on: what the store has, as far as it is sound; no more than was accepted."""
+        """What counts as durable from now on: what the store has, as far as it is sound; no more than was accepted.
+        And what is given up, on every node: any may be rank zero's next. Collective."""
+        given_up = self._given_up.tell(self._place)
         if lookup.note is None:
             return
+        stored = max((c.global_step for c in listed if c.global_step <= newest), default=None)
         try:
-            if listed:
-                lookup.note.learn(lookup.run_id, min(newest, listed[0].global_step))
+            if stored is not None:
+                lookup.note.learn(lookup.run_id, stored)
             if (noted := _noted(lookup)) > newest:
                 lookup.note.unlearn(lookup.run_id, noted, newest)
+            lookup.note.give_up(lookup.run_id, given_up)
         except OSError as error:
             self._on_passed_over(str(lookup.note.path), f"cannot be written: {error.strerror}")
 
@@ -299,16 +320,34 @@ class Restorer:
                 manifest = _read_manifest(path)
                 run_id = _run_of(manifest)
                 if run_id == lookup.run_id or (run_id is None and not lookup.begins_run):
-                    if REWIND not in self._allowed:
-                        _refuse_newer_format(path, manifest)
+                    self._mind_newer_format(path, manifest)
                     self._num_damaged += 1
                     self._on_passed_over(str(path), str(damage))
+
+    def _mind_newer_format(self, slot: Path, manifest: bytes) -> None:
+        """For a manifest that cannot be used; whatever else is wrong with it is no matter.
+
+        Raises:
+            SnapshotVersionError: it is that of a newer program, and not given up.
+        """
+        if self._given_up.holds_slot(slot, manifest):
+            return
+        try:
+            Manifest.decode(manifest)
+        except SnapshotVersionError as error:
+            if REWIND not in self._allowed:
+                raise _refused(SnapshotVersionError(f"{slot}/{error.what}", error.hint)) from error
+            self._given_up.add_slot(slot, manifest)
+        except SnapshotError:
+            return
 
     def _passed_over(self, candidate: Candidate, error: PassedOver) -> None:
         if isinstance(error, BusyError):  # its writer's, not ours to discard
             self._num_busy += 1
         else:
             self._num_damaged += 1
+            if candidate.store is not None and (isinstance(error, SnapshotVersionError) or is_out_of_reach(error)):
+                self._given_up.add(candidate)
             if isinstance(error, StorageError) and is_out_of_reach(error):
                 self._out_of_reach = error
             elif candidate.memory is not None:
@@ -361,16 +400,6 @@ def _run_of(manifest: bytes) -> str | None:
     """The run that a manifest is of which cannot be used, where that can still be read."""
     match = re.search(rb'"run_id": "([0-9a-f]{8})"', manifest)
     return match[1].decode() if match is not None else None
-
-
-def _refuse_newer_format(slot: Path, manifest: bytes) -> None:
-    """Raises SnapshotVersionError for the manifest of a newer program; whatever else is wrong with it is no matter."""
-    try:
-        Manifest.decode(manifest)
-    except SnapshotVersionError as error:
-        raise _refused(SnapshotVersionError(f"{slot}/{error.what}", error.hint)) from error
-    except SnapshotError:
-        return
 
 
 def _refused(error: SnapshotVersionError | StorageError) -> SnapshotVersionError | StorageError:

@@ -23,7 +23,7 @@ from elastictrain.protocol import JobIdentity
 from elastictrain.testing.faulty_fs import FaultyFileSystem
 from elastictrain.training.session import Session
 from tests.process.helpers import Trained
-from tests.process.resume_helpers import go, steps_in
+from tests.process.resume_helpers import as_of_version, go, steps_in
 from tests.process.resume_tasks import Resumable
 from tests.process.tasks import record
 
@@ -222,3 +222,51 @@ def test_a_rank_beats_while_it_fetches_and_hashes(job: Path) -> None:
         assert "beat" in seen[begins:ends], file
     after = seen[max(seen.index(f"has {file}") for file in FILES) :]
     assert after.count("beat") >= len(FILES), "while hashing"
+
+
+@pytest.mark.parametrize("loss", ["out of reach", "newer format"])
+def test_what_was_given_up_stays_so_until_its_step_is_done_anew(tmp_path: Path, loss: str) -> None:
+    """To go back is allowed once, to the first worker group. The one after it does not ask again; nor does it go over
+    to what the store gives by then, another future than the run's own."""
+
+    def start(max_steps: int, *, allow: bool = False, kill_after: int = 0, every_steps: int = 1) -> Trained:
+        return go(
+            tmp_path,
+            train_section={"max_steps": max_steps},
+            params={"kill_after": kill_after, "job_folder": str(tmp_path)},
+            checkpoint={"every_steps": every_steps, "storage_timeout_s": 0.3},
+            options=ALLOWED if allow else None,
+            expect_success=not kill_after,
+        )
+
+    def restored(run: Trained) -> int:
+        (event,) = run.events("restored")
+        step: int = event["global_step"]
+        return step
+
+    for step in (2, 6):
+        start(step, every_steps=100)
+    store = open_store(tmp_path / "state" / "snapshots")
+    assert steps_in(store) == [6, 2]
+    folder = tmp_path / "state" / "snapshots" / store.snapshots()[0].name
+    shutil.copytree(folder, tmp_path / "sound")
+    if loss == "newer format":
+        as_of_version(folder / MANIFEST_FILE, 7)
+    else:
+        take_out_of_reach(folder / "model.safetensors")
+    assert restored(start(6, allow=True, kill_after=2)) == 2
+    second = start(6, kill_after=2)
+    assert restored(second) == 3
+    (said,) = second.events("snapshot_passed_over")
+    assert said["where"] == str(folder)
+    assert "--allow rewind" in said["reason"]
+    if loss == "out of reach":
+        (folder / "model.safetensors").unlink()
+        shutil.copy(tmp_path / "sound" / "model.safetensors", folder)
+        assert store.verify(folder.name) == []
+    third = start(6)
+    assert restored(third) == 4
+    assert third.events("snapshot_passed_over") != []
+    fourth = start(7)
+    assert restored(fourth) == 6
+    assert fourth.events("snapshot_passed_over") == []

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from elastictrain.checkpoint.durable_note import DurableNote
+from elastictrain.checkpoint.durable_note import DurableNote, GivenUp
 from elastictrain.checkpoint.faults import ENV_FAULT
+from elastictrain.checkpoint.format import snapshot_name
 from elastictrain.cli.state_dir import StartOptions, StateDir
 from elastictrain.config import load_job
 from elastictrain.errors import StateDirError, StorageError
@@ -203,6 +204,23 @@ def test_the_note_only_grows_unless_told(tmp_path: Path) -> None:
     note.learn("another0", 1)
     assert note.read("0badcafe") is None
     assert json.loads(note.path.read_text()) == {"global_step": 1, "run_id": "another0"}
+
+
+def test_the_note_keeps_what_was_given_up_until_its_step_is_done_anew(tmp_path: Path) -> None:
+    note, run_id = DurableNote(tmp_path), "0badcafe"
+    given_up = {GivenUp(snapshot_name(step, run_id), "digest") for step in (8, 9)}
+    note.give_up(run_id, given_up)
+    assert note.read(run_id) is None
+    for step in (3, 5):
+        note.learn(run_id, step)
+    note.unlearn(run_id, 5, 4)
+    assert (note.read(run_id), note.given_up(run_id)) == (4, given_up)
+    note.learn(run_id, 9)
+    note.learn(run_id, 8)  # by a slow persister; no less is durable than before
+    assert (note.read(run_id), note.given_up(run_id)) == (9, frozenset())
+    note.give_up(run_id, given_up)
+    note.learn("another0", 1)
+    assert note.given_up(run_id) == note.given_up("another0") == frozenset()
 
 
 # ---- the first start of a state directory
