@@ -149,7 +149,6 @@ class SnapshotReader:
     Args:
         candidate: the snapshot.
         manifest: likewise.
-        trainer: content of trainer.json.
         files: all of them, open; closed at the end.
         reopened: opens a file anew, and compares it to the manifest: it need not be the one it was.
         attempt: how each read is made. A file that has failed is opened anew at the next try.
@@ -160,7 +159,6 @@ class SnapshotReader:
         self,
         candidate: Candidate,
         manifest: Manifest,
-        trainer: dict[str, Any],
         files: dict[str, ReadableFile],
         *,
         reopened: Callable[[str], ReadableFile],
@@ -169,7 +167,8 @@ class SnapshotReader:
     ) -> None:
         self.candidate = candidate
         self.manifest = manifest
-        self.trainer = trainer
+        self.trainer: dict[str, Any] = {}
+        """Content of trainer.json, from `open_candidate`."""
         self._files = files
         self._reopened = reopened
         self._attempt = attempt
@@ -310,8 +309,6 @@ def open_candidate(
                 return StoredFile(store.fetch(name, file, scratch, progress))
 
         files = _open_files(manifest, open_file, stack, progress, attempt)
-        file_of_trainer = files[TRAINER_FILE]
-        trainer = _decode_trainer(bytes(file_of_trainer.read(0, file_of_trainer.size_bytes)), None)
 
         def reopened(file: str) -> ReadableFile:
             found = open_file(file)
@@ -324,9 +321,14 @@ def open_candidate(
             return found
 
         on_close = stack.pop_all().close
-        return SnapshotReader(
-            candidate, manifest, trainer, files, reopened=reopened, attempt=attempt, on_close=on_close
-        )
+        reader = SnapshotReader(candidate, manifest, files, reopened=reopened, attempt=attempt, on_close=on_close)
+        try:
+            # Through the reader: a second read can fail as the first one can.
+            reader.trainer = _decode_trainer(bytes(reader.read(TRAINER_FILE)), None)
+        except BaseException:
+            reader.close()
+            raise
+        return reader
 
 
 def _open_files(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import subprocess
@@ -281,6 +282,30 @@ def test_what_cannot_be_read_a_second_time_is_tried_again(tier, tmp_path, monkey
                 assert_holds(reader)
     assert waits == [f"{path}: Input/output error"]
     monkeypatch.undo()
+    assert sorted(Path("/proc/self/fd").iterdir()) == was_open
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_what_trainer_json_says_is_read_again_as_well(tier, tmp_path, monkeypatch, number):
+    """It is read a second time before anybody has the snapshot: once it has been hashed."""
+    store = store_of(tmp_path)
+    path = store.path / put(store, tier, 1) / "trainer.json"
+    content = path.read_bytes()
+    original, reads, waits = os.preadv, [], []
+
+    def fail_second(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if Path(f"/proc/self/fd/{fd}").readlink() == path:
+            reads.append(offset)
+            if len(reads) == 2:
+                raise OSError(number, os.strerror(number))
+        return original(fd, buffers, offset)
+
+    was_open = sorted(Path("/proc/self/fd").iterdir())
+    monkeypatch.setattr(os, "preadv", fail_second)
+    attempt = partial(patiently, patience_s=DEADLINE_S, on_wait=lambda what, _pause_s: waits.append(what))
+    with open_candidate(newest_first(None, store)[0], tmp_path, attempt=attempt) as reader:
+        assert reader.trainer == json.loads(content)
+    assert waits == [f"{path}: {os.strerror(number)}"]
     assert sorted(Path("/proc/self/fd").iterdir()) == was_open
 
 
