@@ -83,15 +83,23 @@ class Client:
             if not self.exists(path):  # else another made it meanwhile
                 raise
 
-    def remove(self, path: str, *, recursive: bool = False) -> None:
-        """Removes a file, or a folder with all that is in it; none is fine."""
+    def remove(self, path: str) -> None:
+        """Removes a file; none is fine."""
         try:
-            if recursive:
-                self.fs.rm(path, recursive=True)
-            else:
-                self.fs.rm_file(path)
+            self.fs.rm_file(path)
         except Exception:  # not every client says of a file that it is missing by FileNotFoundError
             if self.exists(path):
+                raise
+
+    def remove_folder(self, path: str) -> None:
+        """Removes a folder if it is empty, where there are folders; none is fine."""
+        if self._is_object_store:
+            return
+        try:
+            self.fs.rmdir(path)
+        except Exception:  # each client has its own errors
+            self.fs.invalidate_cache()
+            if self.exists(path) and not self.fs.ls(path, detail=False):
                 raise
 
     def _connect(self) -> None:

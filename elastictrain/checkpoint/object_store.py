@@ -8,6 +8,7 @@ StorageError whose text holds no credentials.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -17,12 +18,14 @@ import xxhash
 from elastictrain.checkpoint import faults
 from elastictrain.checkpoint.client import Client
 from elastictrain.checkpoint.fence import FENCES_DIR, Fence
-from elastictrain.checkpoint.format import MANIFEST_FILE, FileEntry, check_content, parse_name
+from elastictrain.checkpoint.format import MANIFEST_FILE, FileEntry, Manifest, check_content, parse_name
 from elastictrain.checkpoint.pending_uploads import PendingUpload, abort, pending_uploads
 from elastictrain.checkpoint.secrets import Redactor, redact_url
 from elastictrain.checkpoint.store import (
     CHUNK_BYTES,
     MARK,
+    PIN_PATIENCE_S,
+    PIN_POLL_S,
     PINS_DIR,
     ExplainedStream,
     Progress,
@@ -83,6 +86,7 @@ class ObjectStore(Store):
         with self._explained(f"writing {name}"):
             self.check_fence()
             if self._client.exists(self._path(name)):
+                self._marks_that_stay(name)  # the try before may have published it, and not come to look for them
                 if self._holds(source.manifest, progress):
                     return
                 self._client.remove(self._path(name))
@@ -95,15 +99,11 @@ class ObjectStore(Store):
                     self._check_upload(name, file, entry, progress)
                 faults.point("store.copied")
             faults.point("store.files")
-            self._check_presence(name, manifest.files)
+            self._check_presence(name, manifest.files)  # nothing torn is published, not even for a moment
             self.check_fence()  # as close to the commit as can be: there is no way to have both in one
             self._fs.pipe_file(self._path(name), manifest.encoded)
             faults.point("store.manifest")
-            if self._fs.cat_file(self._path(name)) != manifest.encoded:
-                self.check_fence()  # it may be another's by now
-                with contextlib.suppress(Exception):
-                    self._fs.rm_file(self._path(name))
-                raise StorageError(f"{self.where}/{name}/{MANIFEST_FILE}: reads back differently")
+            self._check_publication(name, manifest)
             faults.point("store.committed")
 
     def _upload(self, view: memoryview, name: str, file: str, entry: FileEntry, progress: Progress) -> None:
@@ -144,6 +144,40 @@ class ObjectStore(Store):
             if size_bytes != entry.size_bytes:
                 raise StorageError(f"{self.where}/{name}/{file}: was removed or replaced while the rest was written")
 
+    def _check_publication(self, name: str, manifest: Manifest) -> None:
+        """Whether what has been published just now is there to stay; else takes it back. (A store that fails says
+        nothing of it: the next try looks again.)
+
+        Who removes a leftover marks it first and then looks for a manifest; here the manifest comes first, and then a
+        look for marks. So, however close together the two happen, one sees the other: the leftover is none and stays,
+        or whoever writes it waits until it is gone, and says so (see `Store.delete_unless_pinned`).
+        """
+        marks = self._marks_that_stay(name)
+        try:
+            if marks:
+                raise StorageError(
+                    f"{self.where}/{name}: somebody is about to delete it, for more than {PIN_PATIENCE_S:g} s: "
+                    f"{', '.join(marks)}",
+                    "If nobody is, remove that mark.",
+                )
+            self._check_presence(name, manifest.files)
+            if not self._client.exists(self._path(name)):
+                raise StorageError(f"{self.where}/{name}: was deleted while it was published")
+            if self._fs.cat_file(self._path(name)) != manifest.encoded:
+                raise StorageError(f"{self.where}/{name}/{MANIFEST_FILE}: reads back differently")
+        except StorageError:
+            self.check_fence()  # it may be another's by now
+            with contextlib.suppress(Exception):
+                self._fs.rm_file(self._path(name))
+            raise
+
+    def _marks_that_stay(self, name: str) -> list[str]:
+        """Waits for whoever is about to delete it, but not for ever."""
+        deadline_s = time.monotonic() + PIN_PATIENCE_S
+        while (marks := self._marks(name)) and time.monotonic() < deadline_s:
+            time.sleep(PIN_POLL_S)
+        return marks
+
     def _is_sound(self, name: str, file: str, entry: FileEntry, progress: Progress) -> bool:
         if not self._client.exists(self._path(name, file)):
             return False
@@ -178,7 +212,11 @@ class ObjectStore(Store):
             faults.point("store.delete")
             self._client.remove(self._path(name))
             faults.point("store.unpublished")
-            self._client.remove(f"{self._root}/{name}", recursive=True)
+            # Marks last: whoever waits for them to go finds then what is left. And no more than what is there now: what
+            # comes after it is that of somebody who writes the step anew.
+            for file in sorted(self._names(f"{self._root}/{name}"), key=lambda file: file.startswith(MARK)):
+                self._client.remove(self._path(name, file))
+            self._client.remove_folder(f"{self._root}/{name}")
             faults.point("store.deleted")
 
     def leftovers(self) -> list[str]:
@@ -195,10 +233,15 @@ class ObjectStore(Store):
         )
 
     def _remove_leftover(self, name: str) -> None:
+        mark = self._new_mark()
+        self._mark(name, mark)
+        faults.point("store.marked")
         with self._explained(f"looking at {name}"):
-            if self._client.exists(self._path(name)):  # it was none, but being written, and is complete by now
-                return
-        self.delete(name)
+            is_complete = self._client.exists(self._path(name))
+        if is_complete:  # it was none, but being written
+            self._unmark(name, mark)
+        else:
+            self.delete(name)
 
     def dead_uploads(self) -> list[str]:
         with self._explained("looking for uploads that were cut off"):

@@ -48,7 +48,8 @@ MARK: Final = "deleting-"
 """A file of this prefix in a snapshot's folder: somebody is about to delete it, and looks for pins first."""
 PIN_POLL_S: Final = 0.05
 PIN_PATIENCE_S: Final = 10.0
-"""How long a pin waits for somebody who is about to delete: for so long as it takes to read the pins."""
+"""How long a pin, or a snapshot that has just been published, waits for somebody who is about to delete: for so long as
+it takes to read the pins."""
 
 Progress = Callable[[int], None]
 """Called with the number of bytes just moved or checked."""
@@ -161,6 +162,11 @@ class Store(ABC):
 
     @abstractmethod
     def _remove_leftover(self, name: str) -> None: ...
+
+    @staticmethod
+    def _new_mark() -> str:
+        """A name that is nobody else's."""
+        return f"{MARK}{secrets.token_hex(8)}"
 
     @abstractmethod
     def _mark(self, name: str, mark: str) -> None:
@@ -302,7 +308,7 @@ class Store(ABC):
         if key in self.pins():
             return False
         self.check_fence()
-        mark = f"{MARK}{secrets.token_hex(8)}"
+        mark = self._new_mark()
         self._mark(name, mark)
         faults.point("store.marked")
         if key in self.pins():

@@ -134,9 +134,9 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
         self.fault("delete")
         self._target.rm_file(self._path(path))
 
-    def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
+    def rmdir(self, path: str) -> None:
         self.fault("delete")
-        self._target.rm(self._path(path), recursive=recursive)
+        self._target.rmdir(self._path(path))
 
     def invalidate_cache(self, path: str | None = None) -> None:
         self._target.invalidate_cache(path)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.checkpoint import faults, local_store
+from elastictrain.checkpoint import faults, local_store, object_store
 from elastictrain.checkpoint.catalog import first_sound, newest_first, open_candidate
 from elastictrain.checkpoint.fence import Fence
 from elastictrain.checkpoint.format import snapshot_name
@@ -428,6 +428,63 @@ def test_who_cleans_up_while_an_older_step_is_written_again_tears_nothing(tier, 
     assert check(other, tmp_path) == [100, 90]
 
 
+@pytest.mark.parametrize("begins", ["before it is published", "after"])
+def test_who_cleans_up_while_it_is_published_tears_nothing(tier, tmp_path, monkeypatch, begins):
+    """Closer together than any look beforehand: the one has found no manifest, and has not deleted yet, while the other
+    puts one. Or the other way round."""
+    url = f"memory://{uuid.uuid4().hex}"
+    put(open_store(url), tier, 100)
+    snapshot, other = write(tier, 90), open_store(url)
+    has_looked, is_published = threading.Event(), threading.Event()
+    cleaning = threading.Thread(target=other.clean_leftovers, daemon=True)
+
+    def point(name: str) -> None:
+        if threading.current_thread() is cleaning:
+            if name == ("store.delete" if begins == "before it is published" else "store.marked"):
+                has_looked.set()
+                assert is_published.wait(DEADLINE_S)
+        elif name == "store.files" and not cleaning.is_alive() and not has_looked.is_set():
+            cleaning.start()
+            # Its look comes before ours at the files: they are all there still.
+            assert has_looked.wait(DEADLINE_S)
+        elif name == "store.manifest":
+            is_published.set()
+
+    monkeypatch.setattr(faults, "point", point)
+    store = open_store(url)
+    with OpenSnapshot(snapshot.path, snapshot.name) as source:
+        if begins == "after":
+            store.put(source)
+        else:
+            with pytest.raises(StorageError, match="was removed or replaced while the rest was written"):
+                store.put(source)
+            cleaning.join(DEADLINE_S)
+            assert check(other, tmp_path) == [100]
+            assert all(snapshot.name not in path for path in store._fs.find(store._root))
+            store.put(source)
+    cleaning.join(DEADLINE_S)
+    assert check(other, tmp_path) == [100, 90]
+    assert all("deleting-" not in path for path in store._fs.find(store._root))
+
+
+def test_a_mark_that_stays_is_named(tier, tmp_path, monkeypatch):
+    """Of one who cleans up and was killed, or who is slow: nobody can tell."""
+    monkeypatch.setattr(object_store, "PIN_PATIENCE_S", 0.1)
+    store = open_store(f"memory://{uuid.uuid4().hex}")
+    snapshot = write(tier, 90)
+    store._mark(snapshot.name, "deleting-1")
+    with OpenSnapshot(snapshot.path, snapshot.name) as source:
+        with pytest.raises(StorageError, match="deleting-1"):
+            store.put(source)
+        assert check(store, tmp_path) == []
+        put(store, tier, 100)
+        assert store.clean_leftovers() == [snapshot.name]
+        snapshot = write(tier, 90)
+    put_again = put(store, tier, 90)
+    assert put_again == snapshot.name
+    assert check(store, tmp_path) == [100, 90]
+
+
 def test_what_was_complete_by_the_time_it_is_cleaned_up_stays(tier, tmp_path, monkeypatch):
     store = open_store(f"memory://{uuid.uuid4().hex}")
     put(store, tier, 100)
@@ -438,9 +495,12 @@ def test_what_was_complete_by_the_time_it_is_cleaned_up_stays(tier, tmp_path, mo
 
 
 CALLS = [
-    *(f"{kind}:{n}" for kind, most in {"write": 2, "close": 2, "put": 1, "get": 1, "read": 4, "info": 5}.items()
-      for n in range(1, most + 1)),
-]  # fmt: skip
+    f"{kind}:{number}"
+    for kind, most in {"write": 2, "close": 2, "put": 1, "ls": 1, "get": 1, "read": 4, "info": 15}.items()
+    for number in range(1, most + 1)
+]
+AFTER_THE_MANIFEST = [f"info:{n}" for n in (12, 13, 14, 15)]
+"""Each file is there still, and the manifest."""
 FAULTS = [
     *((call, "fail") for call in CALLS),
     *((call, "truncate") for call in CALLS if call.partition(":")[0] in faulty_fs.WITH_DATA),
@@ -458,8 +518,9 @@ def test_a_store_that_fails_once_leaves_nothing_torn_and_the_next_try_works(tier
         try:
             store.put(source)
         except StorageError:
-            # Complete all the same where only reading the manifest back failed; torn in no case.
-            assert check(sound, tmp_path) == ([2, 1] if fault == "get:1" and action == "fail" else [1])
+            # Complete all the same where only a look at what was published failed; torn in no case.
+            has_published = action == "fail" and fault in ("ls:1", "get:1", *AFTER_THE_MANIFEST)
+            assert check(sound, tmp_path) == ([2, 1] if has_published else [1])
         store.put(source)
     assert faulty_fs.counts(unique)[fault.partition(":")[0]] >= int(fault.partition(":")[2])
     assert check(sound, tmp_path) == [2, 1]
