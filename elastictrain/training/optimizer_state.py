@@ -38,6 +38,8 @@ class OptimizerState:
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._names = [names[id(p)] for p in self._parameters]
         self._index_of = {name: index for index, name in enumerate(self._names)}
+        self._reshaped: frozenset[str] = frozenset()
+        """Parameters that have not the shape they had in the snapshot whose tensors were asked for."""
 
     @property
     def form(self) -> str:
@@ -105,25 +107,26 @@ class OptimizerState:
         model_specs: Mapping[str, TensorSpec],
         on_host: frozenset[str],
     ) -> dict[str, Tensor]:
-        """New tensors for a snapshot's, by name: before its first step an optimizer has none.
+        """New tensors for a snapshot's, by name: before its first step an optimizer has none. None for a parameter of
+        another shape, of which what the optimizer kept does not fit any more. All of it or nothing, the rest that
+        `load` is given as well: an optimizer that finds part of its state believes in the rest.
 
         Args:
             specs: the optimizer's tensors in the snapshot.
             model_specs: the model's.
             on_host: names of those that were on the host though the run was not.
         """
+        self._reshaped = frozenset(
+            name
+            for name, parameter in zip(self._names, self._parameters, strict=True)
+            if name in model_specs and model_specs[name].shape != tuple(parameter.shape)
+        )
         found = {}
         for full_name, spec in specs.items():
             name, _, key = full_name.rpartition("/")
-            if name in self._index_of and self._is_as_it_was(name, model_specs):
+            if name in self._index_of and name not in self._reshaped:
                 found[full_name] = self._moment(name, key, spec, on_host=full_name in on_host)
         return found
-
-    def _is_as_it_was(self, name: str, model_specs: Mapping[str, TensorSpec]) -> bool:
-        """Whether a parameter has the snapshot's shape, so that what the optimizer kept about it still fits. All of it
-        or nothing: an optimizer that finds part of its state believes in the rest."""
-        kept = model_specs.get(name)
-        return kept is None or kept.shape == tuple(self._parameters[self._index_of[name]].shape)
 
     def _moment(self, name: str, key: str, spec: TensorSpec, *, on_host: bool) -> Tensor:
         dtype = DTYPES[spec.dtype]
@@ -144,7 +147,7 @@ class OptimizerState:
         """
         state: dict[int, dict[Any, Any]] = {}
         for name, fields in plain["plain"].items():
-            if name in self._index_of:
+            if name in self._index_of and name not in self._reshaped:
                 state.setdefault(self._index_of[name], {}).update(fields)
         for full_name, tensor in tensors.items():
             name, _, key = full_name.rpartition("/")

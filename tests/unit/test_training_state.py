@@ -31,11 +31,12 @@ CPU, GPU = torch.device("cpu"), torch.device("meta")
 
 
 class Task:
-    def __init__(self) -> None:
+    def __init__(self, width: int = 3) -> None:
         self.kept: Any = None
+        self.width = width
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        return nn.Sequential(nn.Linear(2, self.width), nn.Linear(self.width, 1))
 
     def train_data(self) -> list[int]:
         return [0, 1]
@@ -62,8 +63,9 @@ class Run:
         dtype: torch.dtype = torch.float32,
         frozen: bool = False,
         seed: int = 0,
+        width: int = 3,
     ) -> None:
-        self.bound = BoundTask(Task, {})
+        self.bound = BoundTask(Task, {"width": width})
         torch.manual_seed(seed)
         model = self.bound.build_model().to(model_device, dtype)
         replica = Replica(model, Place(device=model_device), ModelConfig(), DdpConfig())
@@ -224,6 +226,34 @@ def test_what_an_optimizer_adds_to_its_state_comes_back() -> None:
     bring_over(old, new)
     assert new.optimizer.tempo == 0.25  # type: ignore[attr-defined]
     assert_same(new.optimizer.state_dict(), old.optimizer.state_dict())
+
+
+class Counting(SGD):
+    """Adam's first moment, with the number of steps as a plain number."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["step"], state["average"] = 0, torch.zeros_like(parameter)
+                state["step"] += 1
+                state["average"].lerp_(parameter.grad, 0.1)
+                parameter.data.sub_(state["average"] / (1 - 0.9 ** state["step"]), alpha=group["lr"])
+
+
+def test_of_a_parameter_of_another_shape_an_optimizer_keeps_nothing() -> None:
+    """With --allow model: it begins anew with it, as it did at first."""
+
+    def counting(model: nn.Module) -> Optimizer:
+        return Counting(model.parameters(), lr=0.1)
+
+    old, new = Run(counting), Run(counting, seed=1, width=4)
+    old.update()
+    bring_over(old, new)
+    new.update()
+    steps = {name: new.optimizer.state[p]["step"] for name, p in new.model.named_parameters()}
+    assert steps == {"0.weight": 1, "0.bias": 1, "1.weight": 1, "1.bias": 2}
 
 
 def _hold(value: Any) -> Callable[[Run], None]:
