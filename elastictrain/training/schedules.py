@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import (
 )
 
 _HORIZONS = ("T_max", "total_steps", "total_iters")
-_LAYOUT = (*_HORIZONS, "_schedule_phases", "_milestones")
+_LAYOUT = (*_HORIZONS, "_schedule_phases", "_milestones", "milestones")
 """What belongs to a scheduler's construction although it keeps it in its state: how long its phases are."""
 _RATES = ("base_lrs", "max_lrs")
 """Likewise: the learning rates that it was built from."""
@@ -61,17 +61,21 @@ def load_scheduler(scheduler: Any, state: Mapping[str, Any], *, own_rates: bool 
     ]
     scheduler.load_state_dict(state)
     relaid: set[int] = set()
+    resized: set[int] = set()
     for owner, name, value in kept:
         if getattr(owner, name, value) != value:
             relaid.add(id(owner))
+            if name in _LAYOUT:
+                resized.add(id(owner))
         setattr(owner, name, value)
-    present = _present(scheduler, relaid)
+    present = _present(scheduler, resized)
     if not any(id(one) in relaid for one in (*present, *_innermost_first(present[-1]))):
         return []  # to the last bit as it was: what was laid out anew has ended, or has not begun
     # Computed from the last rate, the next would follow the old layout: a cosine that had reached zero stays there.
     rates = _product_now(scheduler) if isinstance(scheduler, ChainedScheduler) else _rates_now(present[-1])
     if rates is None:
-        return [type(one).__name__ for one in _innermost_first(present[-1]) if id(one) in relaid]
+        # Where only the rates are others, the last one is in proportion already (see `put_into_groups`).
+        return [type(one).__name__ for one in _innermost_first(present[-1]) if id(one) in resized]
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
@@ -82,17 +86,23 @@ def load_scheduler(scheduler: Any, state: Mapping[str, Any], *, own_rates: bool 
     return []
 
 
-def _present(scheduler: Any, relaid: set[int]) -> list[Any]:
+def _present(scheduler: Any, resized: set[int]) -> list[Any]:
     """A scheduler, the one in it that has the rate at this step, and so on; each at its own step."""
     found = [scheduler]
+    has_moved = False
     while isinstance(outer := found[-1], SequentialLR):
         place = bisect_right(outer._milestones, outer.last_epoch)
         inner: Any = outer._schedulers[place]
+        depth = len(found) - 1
         found.append(inner)
-        if id(outer) not in relaid:
+        has_moved = has_moved or id(outer) in resized
+        if not has_moved:
             continue
-        # With other milestones, it began at another step.
-        inner_step = outer.last_epoch - (outer._milestones[place - 1] if place else 0)
+        # With other milestones, here or further out, it began at another step.
+        if place:
+            inner_step = outer.last_epoch - outer._milestones[place - 1]
+        else:  # a sequence in another is stepped once more than it counts, before the first step (torch 2.13)
+            inner_step = outer.last_epoch - depth + (depth + 1 if isinstance(inner, SequentialLR) else 0)
         if getattr(inner, "last_epoch", inner_step) != inner_step:
             inner.last_epoch = inner_step
     return found

@@ -16,6 +16,8 @@ from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     LambdaLR,
     LinearLR,
+    MultiplicativeLR,
+    MultiStepLR,
     OneCycleLR,
     PolynomialLR,
     SequentialLR,
@@ -44,6 +46,23 @@ SCHEDULES: dict[str, Make] = {
         [LinearLR(o, 0.1, total_iters=n // 3), ConstantLR(o, 1.0), PolynomialLR(o, n - 2 * (n // 3))],
         milestones=[n // 3, 2 * (n // 3)],
     ),
+    "a sequence in a sequence": lambda o, n: SequentialLR(
+        o,
+        [
+            SequentialLR(o, [LinearLR(o, 0.1, total_iters=2), PolynomialLR(o, 9)], milestones=[2]),
+            ConstantLR(o, 0.5, total_iters=3),
+        ],
+        milestones=[n - 3],
+    ),
+    "a sequence by the length in a sequence": lambda o, n: SequentialLR(
+        o,
+        [
+            SequentialLR(o, [LinearLR(o, 0.1, total_iters=n // 2), PolynomialLR(o, n)], milestones=[n // 2]),
+            ConstantLR(o, 0.5, total_iters=3),
+        ],
+        milestones=[n - 3],
+    ),
+    "drops": lambda o, n: MultiStepLR(o, [n // 2, n - 2]),
     "chain": lambda o, n: ChainedScheduler([LinearLR(o, 0.1, total_iters=2), CosineAnnealingLR(o, n), StepLR(o, 3)]),
 }
 
@@ -141,3 +160,20 @@ def test_what_can_only_go_on_from_its_last_rate_is_named(name: str) -> None:
         assert load_scheduler(later, scheduler.state_dict()) == ["CosineAnnealingLR"]
         assert [g["lr"] for g in second.param_groups] == [g["lr"] for g in first.param_groups]
         assert load_scheduler(make(_optimizer(), 8), scheduler.state_dict()) == []
+
+
+@pytest.mark.parametrize("name", [*NOT_COMPUTED, "by a factor of one's own"])
+def test_another_rate_to_start_from_is_no_other_length(name: str) -> None:
+    """With --allow hyperparameters: the last rate is in proportion to the new one by then, nothing is to be said."""
+    make = {**NOT_COMPUTED, "by a factor of one's own": lambda o, _n: MultiplicativeLR(o, lambda _step: 0.9)}[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        first, second = _optimizer(), _optimizer()
+        for group in second.param_groups:
+            group["lr"] *= 2
+        scheduler, later = make(first, 8), make(second, 8)
+        _rates(first, scheduler, 4)
+        for group, moved in zip(second.param_groups, first.param_groups, strict=True):
+            group["lr"] = 2 * moved["lr"]  # as `put_into_groups` does
+        assert load_scheduler(later, scheduler.state_dict(), own_rates=True) == []
+        assert [g["lr"] for g in second.param_groups] == [2 * g["lr"] for g in first.param_groups]
