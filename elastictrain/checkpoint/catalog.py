@@ -252,10 +252,12 @@ def latest_run(
         on_out_of_reach: called for each whose manifest the store does not give, which is passed over then.
 
     Raises:
-        StorageError: the store does not give one, and `on_out_of_reach` is None.
+        StorageError: the store does not give one, and `on_out_of_reach` is None; or it gives none of a run's, which may
+            be the one that wrote last.
     """
     latest: tuple[str, str] | None = None
     seen: set[str] = set()
+    out_of_reach: dict[str, StorageError] = {}
     for candidate in candidates:
         if candidate.run_id in seen:
             continue
@@ -266,9 +268,17 @@ def latest_run(
                 if on_out_of_reach is None:
                     raise
                 on_out_of_reach(candidate, error)
+                out_of_reach.setdefault(candidate.run_id, error)
             continue
         seen.add(candidate.run_id)
         latest = max(latest or ("", ""), (created, candidate.run_id))
+    for run_id, newest in out_of_reach.items():
+        if run_id not in seen:
+            raise StorageError(
+                f"{newest.what}; nor does the store give any other manifest of run {run_id}, so whether that is the "
+                "run that wrote last is not known",
+                newest.hint,
+            ) from newest
     return latest[1] if latest else None
 
 

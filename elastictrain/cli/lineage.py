@@ -57,23 +57,35 @@ def with_patience(act: Callable[[], T], patience_s: float, warn: Callable[[str],
         raise StorageError(error.what, f"{error.hint}\n{otherwise}") from error
 
 
-def run_in_store(store: Store, *, rewinds: bool = False) -> JobIdentity | None:
+def run_in_store(store: Store, *, rewinds: bool = False, warn: Callable[[str], None] = _ignore) -> JobIdentity | None:
     """The run that wrote last into a store: what a job goes on with on a machine that has never seen it.
 
     Args:
         store: the store.
-        rewinds: pass over the snapshots that the store lists and does not give, as long as it gives one.
+        rewinds: pass over the snapshots that the store lists and does not give, as long as it gives one of each run.
+        warn: is told of each that is passed over so.
 
     Raises:
         SnapshotError: there are snapshots, and none of their manifests can be used.
-        StorageError: the store cannot be read.
+        StorageError: the store cannot be read, or does not give what decides.
     """
-    out_of_reach: list[StorageError] = []
+    told: set[str] = set()
+
+    def passed_over(candidate: Candidate, error: StorageError) -> None:
+        if candidate.name not in told:
+            told.add(candidate.name)
+            warn(f"{candidate.where} is passed over: {error.what}")
+
     candidates = newest_first(None, store)
-    run_id = latest_run(candidates, (lambda _candidate, error: out_of_reach.append(error)) if rewinds else None)
+    try:
+        run_id = latest_run(candidates, passed_over if rewinds else None)
+    except StorageError as error:
+        if not rewinds:
+            raise
+        raise StorageError(
+            error.what, f"{error.hint} Name what to begin with: --from URL@STEP; or begin a new run: --fresh.".strip()
+        ) from error
     if run_id is None:
-        if out_of_reach:
-            raise out_of_reach[0]
         if candidates:
             raise SnapshotError(
                 f"there are {len(candidates)} snapshot(s) in {store.where}, but none of their manifests can be read",
@@ -86,9 +98,10 @@ def run_in_store(store: Store, *, rewinds: bool = False) -> JobIdentity | None:
                 size = int(candidate.read_trainer()["batch"]["global_batch_size"])
             except (SnapshotError, UnreadableFileError, KeyError, TypeError, ValueError):
                 continue
-            except StorageError:
+            except StorageError as error:
                 if not rewinds:
                     raise
+                passed_over(candidate, error)
                 continue
             return JobIdentity(run_id, size)
     return JobIdentity(run_id, None)

@@ -276,7 +276,7 @@ class StateDir:
         except StorageError:
             if REWIND not in options.allowed_differences:
                 raise
-            return run_in_store(store, rewinds=True)
+            return run_in_store(store, rewinds=True, warn=self._warn)
 
     def _pin(self, source: SnapshotSource, owner: str, config: JobConfig) -> None:
         store = open_store(source.url, source.options_of(config.checkpoint.storage_options))

@@ -171,13 +171,43 @@ def test_a_new_machine_is_told_the_run_by_an_older_snapshot_if_that_is_allowed(
     monkeypatch.setattr(FaultyFileSystem, "cat_file", refuse)
     with pytest.raises(StorageError, match=f"{file}.*InvalidObjectState"):
         run_in_store(store)
-    assert run_in_store(store, rewinds=True) == JobIdentity(known.run_id, 4)
+    said: list[str] = []
+    assert run_in_store(store, rewinds=True, warn=said.append) == JobIdentity(known.run_id, 4)
+    (told,) = said
+    assert f"step-{NEWEST:012d}" in told
+    assert "InvalidObjectState" in told
     shutil.rmtree(job / "store" / store.snapshots()[1].name)
     if file == MANIFEST_FILE:
         with pytest.raises(StorageError, match="InvalidObjectState"):
             run_in_store(store, rewinds=True)
     else:
         assert run_in_store(store, rewinds=True) == JobIdentity(known.run_id, None)
+
+
+def test_a_new_machine_goes_on_with_no_older_run_because_the_newest_is_out_of_reach(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Allowed is an older snapshot, not another run: which one wrote last nobody can tell."""
+    settings = {"url": f"faulty:/{job}/store", "storage_options": SOUND}
+    go(job, train_section={"max_steps": 1}, checkpoint=settings, options=StartOptions(fresh=True))
+    second = JobIdentity.read(job / "state")
+    store = open_store(f"faulty:/{job}/store", SOUND)
+    found = run_in_store(store)
+    assert second is not None
+    assert found is not None
+    assert found.run_id == second.run_id
+    assert len({snapshot.run_id for snapshot in store.snapshots()}) == 2
+    cat_file = FaultyFileSystem.cat_file
+
+    def refuse(fs: FaultyFileSystem, path: str, *args: Any, **kwargs: Any) -> bytes:
+        if path.endswith(MANIFEST_FILE) and second.run_id in path:
+            raise PermissionError("InvalidObjectState")
+        return cat_file(fs, path, *args, **kwargs)
+
+    monkeypatch.setattr(FaultyFileSystem, "cat_file", refuse)
+    with pytest.raises(StorageError, match=second.run_id) as raised:
+        run_in_store(store, rewinds=True)
+    assert "--fresh" in raised.value.hint
 
 
 def test_a_new_machine_goes_on_from_an_older_snapshot_if_that_is_allowed(job: Path) -> None:
