@@ -57,13 +57,15 @@ class NodeTiers:
         Args:
             on_passed_over: called with (where, reason) for what is left out.
         """
-        held = []
-        for tier in self.held:
-            try:
-                if tier not in self.written:
-                    tier.incomplete()  # reads all that a start will
-            except (OSError, ElasticTrainError) as error:
-                on_passed_over(str(tier.root), error.what if isinstance(error, ElasticTrainError) else str(error))
-            else:
-                held.append(tier)
-        return NodeTiers(tuple(held), self.written)
+        held = tuple(tier for tier in self.held if tier in self.written or is_readable(tier, on_passed_over))
+        return NodeTiers(held, self.written)
+
+
+def is_readable(tier: MemoryTier, on_passed_over: Callable[[str, str], None]) -> bool:
+    """Whether a tier can be looked into; else `on_passed_over` is told (where, reason)."""
+    try:
+        tier.incomplete()  # reads all that a start will
+    except (OSError, ElasticTrainError) as error:
+        on_passed_over(str(tier.root), error.what if isinstance(error, ElasticTrainError) else str(error))
+        return False
+    return True

@@ -33,7 +33,7 @@ def open_folder(base: Path, parts: tuple[str, ...], *, create: bool) -> int | No
 
     Raises:
         UnsafePathError: one of `parts` is a link, no folder, or somebody else's.
-        StateDirError: it cannot be made.
+        StateDirError: it cannot be made, or opened.
     """
     path = base
     try:
@@ -42,6 +42,10 @@ def open_folder(base: Path, parts: tuple[str, ...], *, create: bool) -> int | No
         if not create:
             return None
         raise StateDirError(f"{base} does not exist", "Set checkpoint.memory_path to a folder that does.") from error
+    except OSError as error:
+        raise StateDirError(
+            f"{base} cannot be opened: {error.strerror}", "Set checkpoint.memory_path to a folder that can."
+        ) from error
     for part in parts:
         path = path / part
         try:

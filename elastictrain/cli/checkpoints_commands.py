@@ -41,7 +41,7 @@ def list_(
     job: JobDirArgument = None, state_dir: StateDirOption = None, url: UrlOption = None, as_json: JsonOption = False
 ) -> None:
     """List all snapshots, newest first, of both tiers."""
-    place = find_place(job, state_dir, url)
+    place = find_place(job, state_dir, url, _warn)
     rows = [row for candidate in place.candidates() if (row := _row(candidate)) is not None]
     rows += [{"tier": "memory", "path": str(path), "damage": str(damage)} for path, damage in place.broken()]
     if as_json:
@@ -89,7 +89,7 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Show one snapshot: counters, sizes, world size, versions, data order, and the digest of its model."""
-    candidate = choose(find_place(job, state_dir, url), step, _warn)
+    candidate = choose(find_place(job, state_dir, url, _warn), step, _warn)
     manifest, trainer = candidate.read_manifest(), candidate.read_trainer()
     counters = trainer.get("counters", {})
     fields = {
@@ -138,7 +138,7 @@ def verify(
 
     What a running job deletes or overwrites meanwhile is left out.
     """
-    place = find_place(job, state_dir, url)
+    place = find_place(job, state_dir, url, _warn)
     rows = _verified(place, step)
     if step is None:
         for path, damage in place.broken():
@@ -206,7 +206,7 @@ def prune(
 
     The newest of each run is read first: nothing goes unless a newer one is sound. Pinned snapshots stay.
     """
-    place = find_place(job, state_dir, url)
+    place = find_place(job, state_dir, url, _warn)
     deleted, kept, leftovers = place.prune(keep_last, dry_run=dry_run, warn=_warn)
     if as_json:
         fields = {"deleted": deleted, "kept": kept, "leftovers": leftovers, "dry_run": dry_run}
@@ -242,7 +242,7 @@ def export(
     job = arguments[0] if len(arguments) == 2 else None
     if target.suffix != ".safetensors":
         target = target / "model.safetensors"
-    candidate = choose(find_place(job, state_dir, url), step, _warn)
+    candidate = choose(find_place(job, state_dir, url, _warn), step, _warn)
     scratch = Path(tempfile.mkdtemp(prefix="elastictrain-export-"))
     try:
         with open_candidate(candidate, scratch) as reader:

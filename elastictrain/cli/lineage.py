@@ -158,7 +158,7 @@ def _of_state_dir(
     text: str, folder: Path, step: int | None, warn: Callable[[str], None], kept: SnapshotSource | None
 ) -> SnapshotSource:
     identity = JobIdentity.read(folder)
-    place = find_place(None, folder, None)
+    place = find_place(None, folder, None, lambda told: warn(f"--from {text}: {told}"))
     candidates = [c for c, _ in place.candidates() if identity is not None and c.run_id == identity.run_id]
     durable = {c.global_step: c for c in candidates if c.tier == "durable"}
     url = place.config.url or str(folder / SNAPSHOTS_DIR)

@@ -12,6 +12,7 @@ from elastictrain.checkpoint.catalog import Candidate, latest_run, newest_first
 from elastictrain.checkpoint.format import Damage
 from elastictrain.checkpoint.memory_note import MemoryNote
 from elastictrain.checkpoint.memory_tier import MemoryTier
+from elastictrain.checkpoint.node_tiers import is_readable
 from elastictrain.checkpoint.store import Store, open_store
 from elastictrain.cli.job_dirs import find_state_dir
 from elastictrain.config import JobConfig, load_job
@@ -94,7 +95,9 @@ class Place:
         return deleted, [s.name for s in snapshots if s.name not in deleted], leftovers
 
 
-def find_place(job: str | None, state_dir: Path | None, url: str | None) -> Place:
+def find_place(
+    job: str | None, state_dir: Path | None, url: str | None, warn: Callable[[str], None] = lambda _text: None
+) -> Place:
     """The tiers of what the command line names.
 
     Args:
@@ -102,6 +105,7 @@ def find_place(job: str | None, state_dir: Path | None, url: str | None) -> Plac
             example's name.
         state_dir: a state directory.
         url: a store; if a job is named too, with that job's storage options.
+        warn: is told of a place where the memory tier has been, and which cannot be looked into any more.
 
     Raises:
         UsageError: nothing, or too much, was named.
@@ -119,9 +123,18 @@ def find_place(job: str | None, state_dir: Path | None, url: str | None) -> Plac
         return Place(open_store(url, settings.storage_options), (), settings)
     store = open_store(settings.url or folder / SNAPSHOTS_DIR, settings.storage_options)
     name = config.name if config is not None else folder.name
-    paths = dict.fromkeys([Path(settings.memory_path), *MemoryNote(folder).paths()])
-    tiers = [MemoryTier.for_job(path, job=name, state_dir=folder) for path in paths]
-    return Place(store, (*tiers, MemoryTier.staging(folder)), settings)
+    present = Path(settings.memory_path)
+    earlier = [
+        tier
+        for path in MemoryNote(folder).paths()
+        if path != present
+        and is_readable(
+            tier := MemoryTier.for_job(path, job=name, state_dir=folder),
+            lambda where, reason: warn(f"{where} is passed over: {reason}"),
+        )
+    ]
+    tiers = (MemoryTier.for_job(present, job=name, state_dir=folder), *earlier, MemoryTier.staging(folder))
+    return Place(store, tiers, settings)
 
 
 def _find_job(job: str | None, state_dir: Path | None) -> tuple[Path, JobConfig | None]:

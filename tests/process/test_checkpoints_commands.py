@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,12 +18,15 @@ import safetensors
 import safetensors.numpy
 
 from elastictrain.checkpoint.format import TensorSpec, digest, layout, snapshot_name
+from elastictrain.checkpoint.memory_note import MemoryNote
 from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
 from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.cli import checkpoints_commands
 from elastictrain.cli.checkpoints_commands import _size
+from elastictrain.cli.lineage import find_source
 from elastictrain.cli.snapshot_places import Place, find_place
 from elastictrain.errors import BusyError
+from elastictrain.protocol import JobIdentity
 from tests.process.helpers import start_cli, wait_until
 from tests.process.snapshot_payload import RUN_ID, arrays, fill, layouts, store_of, trainer, write
 from tests.process.test_supervisor import write_faulty
@@ -263,6 +267,35 @@ def test_the_command_loads_neither_torch_nor_fsspec(state_dir):
     )
     done = subprocess.run([sys.executable, "-c", script, state_dir], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("unfit", ["a file", "a link in it", "somebody else's"])
+def test_an_earlier_memory_path_that_is_unfit_by_now_costs_a_warning(state_dir, tmp_path, unfit):
+    """What is in the store, and in memory elsewhere, is there all the same."""
+    before = tmp_path / "before"
+    if unfit == "a file":
+        before.touch()
+    else:
+        ours = before / f"elastictrain-{os.geteuid()}"
+        before.mkdir()
+        if unfit == "a link in it":
+            ours.symlink_to(tmp_path)
+        elif os.geteuid() == 0:
+            ours.mkdir()
+            os.chown(ours, 65534, 65534)
+        else:
+            before.chmod(0)
+    MemoryNote(state_dir).add(before)
+    JobIdentity(RUN_ID, None).write(state_dir)
+    done = command("list", "--state-dir", state_dir)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 7
+    (said,) = done.stderr.splitlines()
+    assert str(before) in said
+    told: list[str] = []
+    assert find_source(str(state_dir), {}, told.append).global_step == 5
+    assert [str(before) in text for text in told] == [True]
+    before.chmod(0o700)
 
 
 # ---- while a job writes and deletes

@@ -24,7 +24,7 @@ from elastictrain.checkpoint.patience import patiently
 from elastictrain.checkpoint.store import Store, open_store
 from elastictrain.checkpoint.stored_file import BLOCK_BYTES, StoredFile
 from elastictrain.cli import main as command_line
-from elastictrain.errors import SnapshotDamagedError, StorageError, UnreadableFileError
+from elastictrain.errors import SnapshotDamagedError, StateDirError, StorageError, UnreadableFileError
 from tests.process.conftest import DeadDisk
 from tests.process.snapshot_payload import RUN_ID, assert_holds, store_of, tier_of, write
 
@@ -55,6 +55,18 @@ def tier(tmp_path: Path) -> Iterator[MemoryTier]:
     made = tier_of(tmp_path)
     yield made
     made.close()
+
+
+@pytest.mark.parametrize("unfit", ["a file", "shut"])
+def test_a_memory_path_that_cannot_be_opened_is_named(tmp_path, unfit):
+    path = tmp_path / unfit
+    if unfit == "shut":
+        path.mkdir(mode=0)
+    else:
+        path.touch()
+    with without_privileges(), pytest.raises(StateDirError, match=f"{unfit} cannot be opened") as raised:
+        MemoryTier.for_job(path, job="job", state_dir=Path("/")).snapshots()
+    assert "memory_path" in raised.value.hint
 
 
 def put(store, tier, step: int, size: int = 1000) -> str:
