@@ -247,14 +247,15 @@ class ObjectStore(Store):
         with self._explained("looking for uploads that were cut off"):
             return sorted(upload.path for upload in self._dead_uploads())
 
-    def abort_dead_uploads(self) -> list[str]:
-        aborted = []
-        with self._explained("aborting uploads that were cut off"):
-            for upload in self._dead_uploads():
+    def abort_dead_uploads(self) -> Iterator[str]:
+        doing = "aborting uploads that were cut off"
+        with self._explained(doing):
+            dead = self._dead_uploads()
+        for upload in sorted(dead, key=lambda upload: upload.path):
+            with self._explained(doing):
                 self.check_fence()
                 abort(self._fs, self._root, upload)
-                aborted.append(upload.path)
-        return sorted(aborted)
+            yield upload.path
 
     def _dead_uploads(self) -> list[PendingUpload]:
         """Those begun before the last commit of their run, both by the server's clock: a run has one writer, and that
@@ -268,7 +269,10 @@ class ObjectStore(Store):
         dead = []
         committed = [s for s in self.snapshots() if s.run_id in uploads]
         for run_id, begun in uploads.items():
-            commits = [self._fs.modified(self._path(s.name)) for s in committed if s.run_id == run_id]
+            commits = []
+            for snapshot in (s for s in committed if s.run_id == run_id):
+                with contextlib.suppress(FileNotFoundError):  # somebody has deleted it meanwhile; the others say enough
+                    commits.append(self._fs.modified(self._path(snapshot.name)))
             dead += [upload for upload in begun if any(upload.began_at < commit for commit in commits)]
         return dead
 

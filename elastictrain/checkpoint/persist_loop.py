@@ -333,7 +333,8 @@ class PersistLoop:
         """Deletes what retention lets go of this run's snapshots."""
         parsed = parse_name(newest)
         assert parsed is not None
-        deleted = []
+        deleted: list[str] = []
+        aborted: list[str] = []
         try:
             with self._watched():
                 store = self._open_store()
@@ -348,14 +349,16 @@ class PersistLoop:
                         deleted.append(name)
                 if not self._uploads_looked_for:
                     self._uploads_looked_for = True
-                    if aborted := store.abort_dead_uploads():
-                        self._report(Report("uploads_aborted", newest, {"aborted": aborted}))
+                    for upload in store.abort_dead_uploads():
+                        aborted.append(upload)
         except FencedError as error:
             self._report_fenced(newest, error)
         except StorageError as error:
             self._report(Report("tidying_failed", newest, {"error": error.what}))
         if deleted:
             self._report(Report("tidied", newest, {"deleted": deleted}))
+        if aborted:
+            self._report(Report("uploads_aborted", newest, {"aborted": aborted}))
 
     def _superfluous(self, run_id: str, found: Mapping[int, str], *, sound: str = "") -> list[Kept]:
         """What may go of a run's snapshots, given by step; if `sound` were known to be so."""

@@ -284,9 +284,10 @@ class Store(ABC):
         """
         return []
 
-    def abort_dead_uploads(self) -> list[str]:
-        """Drops them. Returns the names. Raises as `dead_uploads`, and FencedError."""
-        return []
+    def abort_dead_uploads(self) -> Iterator[str]:
+        """Drops them, one after the other. Yields the name of each that is gone. Raises as `dead_uploads`, and
+        FencedError."""
+        return iter(())
 
     def clean_leftovers(self) -> list[str]:
         """Removes what killed writers left. Returns the names."""

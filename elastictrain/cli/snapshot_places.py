@@ -89,7 +89,8 @@ class Place:
             deleted = [name for name in deleted if self.store.delete_unless_pinned(name)]
             leftovers = self.store.clean_leftovers()
         try:
-            leftovers += self.store.dead_uploads() if dry_run else self.store.abort_dead_uploads()
+            for upload in self.store.dead_uploads() if dry_run else self.store.abort_dead_uploads():
+                leftovers.append(upload)  # one by one: what is gone counts, whatever comes after it
         except StorageError as error:
             warn(error.what)
         return deleted, [s.name for s in snapshots if s.name not in deleted], leftovers

@@ -255,7 +255,7 @@ class Checkpointing:
                 if tier.root == restored.in_memory.path.parent:
                     tier.newest = restored.in_memory
             snapshotter.hand_over(restored.in_memory)
-        if restored is not None:  # the state is whole: its memory can be had before the first step ends
+        if state.num_updates:  # the state is whole: its memory can be had before the first step ends
             snapshotter.prepare()
         return snapshotter
 

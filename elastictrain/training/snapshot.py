@@ -47,11 +47,13 @@ class _Refusal:
         outcome: of the last one.
         at_s: when that was.
         persister: where durability stood then: once it has moved there may be a slot.
+        error: what failed, where that has been said to whoever asks; else "".
     """
 
     outcome: Taken
     at_s: float
     persister: PersisterStatus | None
+    error: str = ""
 
 
 class Snapshotter:
@@ -112,7 +114,8 @@ class Snapshotter:
 
     def due(self, global_step: int) -> bool:
         """Whether a snapshot should be taken at this step. Not at every step anew where one has been refused."""
-        if not self._is_prepared:  # an optimizer has all its state after its first step only
+        # An optimizer has all its state after its first update only, and with fp16 the first ones are usually skipped.
+        if not self._is_prepared and self._state.num_updates:
             self.prepare()
         now_s = perf_counter()
         last = self._last
@@ -123,7 +126,9 @@ class Snapshotter:
         return now_s - self._refusal.at_s >= RETRY_S or self._persister_status() != self._refusal.persister
 
     def ask(self) -> None:
-        """Has a snapshot taken as soon as there is a slot for it, due or not."""
+        """Has a snapshot taken as soon as there is a slot for it, due or not. What fails meanwhile is said once."""
+        if not self._is_asked and self._refusal is not None:
+            self._refusal = replace(self._refusal, error="")  # who asks now has not heard of it
         self._is_asked = True
 
     @property
@@ -182,7 +187,8 @@ class Snapshotter:
         self._refusal = None
         self._filling = filling
         self._last = replace(self._last, global_step=step, ended_s=perf_counter())  # the thread's from here on
-        self._is_prepared = True  # the thread sees to the other slots, after this one
+        # The thread sees to the other slots, after this one.
+        self._is_prepared = self._is_prepared or self._state.num_updates > 0
         self._num_slots_wanted = 2
         self._working = self._executor.submit(self._finish, filling, captured, began_s)
         self.stall_s += perf_counter() - began_s
@@ -190,10 +196,11 @@ class Snapshotter:
         return Taken.BEGUN
 
     def _failed(self, error: Exception) -> Taken:
-        step = self._state.global_step
-        self._log.warning("snapshot_failed", at_step=step, error=str(error))
+        step, text = self._state.global_step, str(error)
+        if not self._is_asked or self._refusal is None or self._refusal.error != text:
+            self._log.warning("snapshot_failed", at_step=step, error=text)
         self._last = replace(self._last, global_step=step, ended_s=perf_counter())  # not again at every step
-        self._refusal = _Refusal(Taken.FAILED, perf_counter(), self._persister_status())
+        self._refusal = _Refusal(Taken.FAILED, perf_counter(), self._persister_status(), text)
         return Taken.FAILED
 
     def _declined(self, declined: Declined) -> Taken:

@@ -110,6 +110,11 @@ class TrainingState:
         """The step that a capture would be of."""
         return self._session.global_step
 
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps so far that were applied."""
+        return self._session.counters.applied
+
     def capture(self, shadow: Shadow | None = None) -> Captured:
         """The state now. Settles the last update; the session must not be in update.
 

@@ -16,9 +16,10 @@ import pytest
 from elastictrain.checkpoint import object_store
 from elastictrain.checkpoint.catalog import newest_first, open_candidate
 from elastictrain.checkpoint.format import snapshot_name
+from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
 from elastictrain.checkpoint.memory_tier import Declined
 from elastictrain.checkpoint.pending_uploads import pending_uploads
-from elastictrain.checkpoint.persist_loop import PersisterSettings, Report
+from elastictrain.checkpoint.persist_loop import PersisterSettings, PersistLoop, Report
 from elastictrain.checkpoint.persister_client import Persister
 from elastictrain.checkpoint.store import open_store
 from elastictrain.cli.lineage import find_source
@@ -116,6 +117,13 @@ def test_snapshots_in_s3(s3, url, tier, tmp_path):
     assert SECRET not in str(reports)
 
 
+def put(store, tier, step: int) -> str:
+    snapshot = write(tier, step)
+    with OpenSnapshot(snapshot.path, snapshot.name) as source:
+        store.put(source)
+    return snapshot.name
+
+
 def begin_upload(store, path: str) -> str:
     """As a writer leaves it that is killed in the middle of a large file."""
     stream = store._fs.open(f"{store._root}/{path}", "wb", block_size=5 << 20)
@@ -157,11 +165,43 @@ def test_what_was_uploaded_in_part_goes_once_its_run_has_gone_on(s3, url, tier, 
         return (replace(upload, began_at=datetime.now(UTC)) for upload in pending_uploads(fs, root))
 
     monkeypatch.setattr(object_store, "pending_uploads", as_begun_now)
-    assert store.abort_dead_uploads() == []
+    assert list(store.abort_dead_uploads()) == []
     monkeypatch.undo()
     assert pending(store) == sorted([living, *others])
     assert pending(beside) == [elsewhere]
     assert stored_steps(s3, url, tmp_path) == [3]
+
+
+def test_what_happens_while_uploads_are_looked_for_costs_nothing_of_what_is_known(s3, url, tier, monkeypatch):
+    """A commit that is pruned meanwhile says nothing, and the server fails midway: what is gone by then is told."""
+    store = open_store(url, s3.options)
+    dead = [begin_upload(store, f"{snapshot_name(step, RUN_ID)}/model.safetensors") for step in (1, 2, 3)]
+    put(store, tier, 4)
+    pruned, modified, call_s3 = put(store, tier, 5), type(store._fs).modified, type(store._fs).call_s3
+    aborted = []
+
+    def prune_first(fs, path):
+        if pruned in path:
+            open_store(url, s3.options).delete(pruned)
+        return modified(fs, path)
+
+    def fail_third(fs, method, *args, **kwargs):
+        if method == "abort_multipart_upload":
+            aborted.append(method)
+            if len(aborted) == 3:
+                raise OSError("SlowDown")
+        return call_s3(fs, method, *args, **kwargs)
+
+    monkeypatch.setattr(type(store._fs), "modified", prune_first)
+    monkeypatch.setattr(type(store._fs), "call_s3", fail_third)
+    reports: list[Report] = []
+    loop = PersistLoop(PersisterSettings(url=url, storage_options=s3.options), reports.append)
+    loop._tidy(snapshot_name(4, RUN_ID))
+    assert [r.kind for r in reports] == ["tidying_failed", "uploads_aborted"]
+    assert "SlowDown" in reports[0].fields["error"]
+    assert reports[1].fields["aborted"] == dead[:2]
+    monkeypatch.undo()
+    assert pending(store) == dead[2:]
 
 
 def test_a_store_that_does_not_let_us_ask_for_uploads_costs_a_warning(s3, url, tier, tmp_path, monkeypatch):
