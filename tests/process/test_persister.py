@@ -98,17 +98,24 @@ def test_pinned_and_milestones_stay(tier, tmp_path, make_persister):
     assert durable_steps(tmp_path) == [7, 4, 2]
 
 
-def test_what_was_not_read_back_is_before_anything_goes_for_it(tier, tmp_path, make_persister):
+def test_what_was_not_read_back_is_before_anything_goes_for_it(tier, tmp_path, make_persister, monkeypatch):
     """Once in `keep_last` snapshots: what is newer than all that goes has been read then."""
     unique = uuid.uuid4().hex
     url, options = f"faulty://{unique}", {"counter": unique}
     persister = make_persister(url=url, storage_options=options, verify_uploads=False, keep_last=2, in_process=True)
-    reads = []
+    reads, tidied, tidy = [], [], PersistLoop._tidy
+
+    def tidy_and_say(loop: PersistLoop, newest: str) -> None:
+        tidy(loop, newest)
+        tidied.append(newest)
+
+    monkeypatch.setattr(PersistLoop, "_tidy", tidy_and_say)
     for step in range(1, 8):
         before = faulty_fs.counts(unique).get("read", 0)
         persister.submit(write(tier, step))
         assert persister.wait(step, DEADLINE_S)
-        until(lambda step=step: _steps_in(url) == [step, step - 1][: min(step, 2)])
+        until(lambda step=step: len(tidied) == step)  # it comes after the snapshot is durable, and is what reads
+        assert _steps_in(url) == [step, step - 1][: min(step, 2)]
         reads.append(faulty_fs.counts(unique).get("read", 0) > before)
     assert reads == [False, False, True, False, True, False, True]
 
