@@ -15,6 +15,10 @@ from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.config.schema import CheckpointConfig
 from elastictrain.errors import ElasticTrainError
 
+CLEAN_TIMEOUT_S = 5.0
+"""How long to wait for whoever still reads the memory tier."""
+_HINT = "All in it is durable: once nobody reads it, remove the folder, or start the job again."
+
 
 @dataclass(frozen=True, slots=True)
 class NodeTiers:
@@ -59,6 +63,23 @@ class NodeTiers:
         """
         held = tuple(tier for tier in self.held if tier in self.written or is_readable(tier, on_passed_over))
         return NodeTiers(held, self.written)
+
+    def give_back(self, tell: Callable[..., object]) -> None:
+        """Removes all that they hold, once it is durable. What does not work is nothing that a job should fail for.
+
+        Args:
+            tell: called with the name of an event and its fields for each tier that stays, such as a logger's
+                `warning`.
+        """
+        for tier in self.held:
+            try:
+                is_gone = tier.clean(timeout_s=CLEAN_TIMEOUT_S)
+            except (OSError, ElasticTrainError) as error:
+                tell("memory_not_given_back", where=str(tier.root), error=str(error))
+                continue
+            if not is_gone:
+                reason = f"another process still reads a snapshot there, after {CLEAN_TIMEOUT_S:g} s"
+                tell("memory_not_given_back", where=str(tier.root), error=reason, hint=_HINT)
 
 
 def is_readable(tier: MemoryTier, on_passed_over: Callable[[str, str], None]) -> bool:

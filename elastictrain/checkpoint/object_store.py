@@ -56,7 +56,6 @@ class ObjectStore(Store):
     def __init__(self, url: str, storage_options: Mapping[str, Any], *, verify_uploads: bool = True) -> None:
         super().__init__(redact_url(url), verifies_puts=verify_uploads)
         self._redact = Redactor(url, storage_options)
-        self._verify_uploads = verify_uploads
         try:
             self._client = Client(url, storage_options)
         except ImportError as error:
@@ -94,7 +93,7 @@ class ObjectStore(Store):
             for file, entry in manifest.files.items():
                 faults.point("store.file")
                 # After an outage, what went through before it need not go again.
-                if not (self._verify_uploads and self._is_sound(name, file, entry, progress)):
+                if not (self.verifies_puts and self._is_sound(name, file, entry, progress)):
                     self._upload(source.map_file(file), name, file, entry, progress)
                     self._check_upload(name, file, entry, progress)
                 faults.point("store.copied")
@@ -128,7 +127,7 @@ class ObjectStore(Store):
     def _check_upload(self, name: str, file: str, entry: FileEntry, progress: Progress) -> None:
         size_bytes = self._fs.info(self._path(name, file))["size"]
         found = entry.xxh3_128
-        if self._verify_uploads and size_bytes == entry.size_bytes:
+        if self.verifies_puts and size_bytes == entry.size_bytes:
             with self._fs.open(self._path(name, file), "rb", block_size=CHUNK_BYTES) as stream:
                 size_bytes, found = hash_stream(stream, progress)
         if damage := check_content(file, entry, size_bytes, found):

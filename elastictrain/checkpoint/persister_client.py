@@ -275,7 +275,7 @@ class Persister:
             cgroups.take_out(Path(run_dir), process.pid)
         with self._changed:
             self._process = process
-            self._send({"configure": {**asdict(self._settings), "storage_options": _plain(self._settings)}})
+            self._send({"configure": asdict(self._settings)})
             if self._pending is not None:
                 self._send({"persist": asdict(self._pending)})
             if self._closing:
@@ -327,10 +327,6 @@ class Persister:
         if self._pending is not None and self._pending.name == name:
             self._pending = None
             self._status = replace(self._status, pending_step=None)
-
-
-def _plain(settings: PersisterSettings) -> dict[str, Any]:
-    return dict(settings.storage_options)
 
 
 def is_own_memory(settings: PersisterSettings) -> bool:

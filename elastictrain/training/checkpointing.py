@@ -29,7 +29,7 @@ from elastictrain.core.snapshot_interval import LastSnapshot, SnapshotSchedule
 from elastictrain.errors import SnapshotError, StorageError
 from elastictrain.logs import Logger
 from elastictrain.protocol import SNAPSHOTS_DIR, RunSpec, SnapshotSource
-from elastictrain.training.memory_return import give_back, is_stored
+from elastictrain.training.memory_return import is_stored
 from elastictrain.training.parting import Parted, Parting
 from elastictrain.training.restore import Lookup, Restored, Restorer
 from elastictrain.training.scratch import scratch_folder
@@ -366,7 +366,7 @@ class Checkpointing:
         """Closes; memory that holds nothing but what is durable is given back."""
         self.close()
         if clean:
-            give_back(self._tiers.held, self._log)
+            self._tiers.give_back(self._log.warning)
 
     def _may_wait(self) -> bool:
         if self._deadline_s is None and self._session.stop_asked:

@@ -1,4 +1,4 @@
-"""Gives the memory of the memory tier back at the end of a run: once it holds nothing but what is durable.
+"""When the memory of the memory tier may be given back at the end of a run: once it holds nothing but what is durable.
 
 Rank zero knows when that is, since it has made it so. The other nodes hold what their ranks kept at a failure, if
 anything: they see in the store itself that the last step is there. While they wait they tell nobody, and nobody waits
@@ -8,31 +8,13 @@ for them but the end of the job.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.store import Store
-from elastictrain.errors import ElasticTrainError, StorageError
-from elastictrain.logs import Logger
+from elastictrain.errors import StorageError
 
-CLEAN_TIMEOUT_S = 5.0
-"""How long to wait for whoever still reads the memory tier."""
 LOOK_S = 0.5
 """How often another node looks into the store."""
-_HINT = "All in it is durable: once nobody reads it, remove the folder, or start the job again."
-
-
-def give_back(tiers: Sequence[MemoryTier], log: Logger) -> None:
-    """Removes all that the tiers hold. What does not work is said: nothing that the run should fail for."""
-    for tier in tiers:
-        try:
-            is_gone = tier.clean(timeout_s=CLEAN_TIMEOUT_S)
-        except (OSError, ElasticTrainError) as error:
-            log.warning("memory_not_given_back", where=str(tier.root), error=str(error))
-            continue
-        if not is_gone:
-            reason = f"another process still reads a snapshot there, after {CLEAN_TIMEOUT_S:g} s"
-            log.warning("memory_not_given_back", where=str(tier.root), error=reason, hint=_HINT)
 
 
 def is_stored(

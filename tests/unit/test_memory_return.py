@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from elastictrain.checkpoint import node_tiers
 from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
 from elastictrain.checkpoint.memory_tier import MemoryTier
+from elastictrain.checkpoint.node_tiers import NodeTiers
 from elastictrain.errors import StorageError
 from elastictrain.logs import make_logger
 from elastictrain.training import memory_return
-from elastictrain.training.memory_return import give_back, is_stored
+from elastictrain.training.memory_return import is_stored
 from tests.process.snapshot_payload import write
 
 RUN_ID = "0badcafe"
@@ -58,16 +60,16 @@ def test_it_is_when_the_store_itself_shows_the_last_step(
 
 
 def test_a_slot_that_somebody_still_reads_is_said_to_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_return, "CLEAN_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(node_tiers, "CLEAN_TIMEOUT_S", 0.0)
     busy, idle = MemoryTier(tmp_path / "busy"), MemoryTier(tmp_path / "idle")
     snapshot, _ = write(busy, 1), write(idle, 1)
     out = io.StringIO()
     with OpenSnapshot(snapshot.path, snapshot.name):
-        give_back((busy, idle), make_logger(out))
+        NodeTiers((busy, idle), ()).give_back(make_logger(out).warning)
     (said,) = map(json.loads, out.getvalue().splitlines())
     assert (said["event"], said["where"]) == ("memory_not_given_back", str(busy.root))
     assert "still reads" in said["error"]
     assert (busy.root.exists(), idle.root.exists()) == (True, False)
-    give_back((busy,), make_logger(out))
+    NodeTiers((busy,), ()).give_back(make_logger(out).warning)
     assert not busy.root.exists()
     assert len(out.getvalue().splitlines()) == 1
