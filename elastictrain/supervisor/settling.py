@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from elastictrain.checkpoint.durable_note import DurableNote
 from elastictrain.checkpoint.fence import Fence
@@ -29,8 +30,6 @@ LOOK_S = 0.1
 """How often a wait for storage looks whether somebody wants no more waiting."""
 LEAVE_S = 0.5
 """How long to wait, at the end, for an idle persister to leave."""
-CLEAN_TIMEOUT_S = 5.0
-"""How long to wait for whoever still reads the memory tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,10 @@ class Settling:
     async def _settle(self, spec: RunSpec, may_wait: Callable[[], bool]) -> Settled | None:
         config, state_dir = self._config.checkpoint, Path(spec.state_dir)
         tiers = NodeTiers.of_job(config, job=self._config.name, state_dir=state_dir)
-        tiers = await asyncio.to_thread(tiers.readable, self._passed_over)
+        tell = self._from_threads()
+        tiers = await asyncio.to_thread(
+            tiers.readable, lambda where, reason: tell("snapshot_passed_over", where=where, reason=reason)
+        )
         newest, durable = await asyncio.to_thread(_newest, tiers, spec.run_id, DurableNote(state_dir))
         if newest is None:
             return None
@@ -122,16 +124,15 @@ class Settling:
                 return None  # the store has gone with the process that wrote it
             durable = await self._persist(newest, settings, may_wait)
         if durable:
-            await asyncio.to_thread(_give_back, tiers)
+            await asyncio.to_thread(tiers.give_back, tell)
         return Settled(newest.global_step, durable)
 
     async def _persist(self, newest: MemorySnapshot, settings: PersisterSettings, may_wait: Callable[[], bool]) -> bool:
-        loop = asyncio.get_running_loop()
+        tell = self._from_threads()
 
         def reported(report: Report) -> None:
             if report.event is not None:
-                with contextlib.suppress(RuntimeError):  # the loop is closed: a persister that is left to itself
-                    loop.call_soon_threadsafe(partial(self._emit, report.event[0], **report.event_fields))
+                tell(report.event[0], **report.event_fields)
 
         durable = False
         persister = Persister(settings, reported)
@@ -146,8 +147,15 @@ class Settling:
             self._emit("snapshot_not_durable", at_step=newest.global_step, kept_in=str(newest.path), last_error=why)
         return durable
 
-    def _passed_over(self, where: str, reason: str) -> None:
-        self._emit("snapshot_passed_over", where=where, reason=reason)
+    def _from_threads(self) -> Callable[..., None]:
+        """Takes events in any thread."""
+        loop = asyncio.get_running_loop()
+
+        def tell(kind: str, /, **fields: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: of a persister that was left to itself
+                loop.call_soon_threadsafe(partial(self._emit, kind, **fields))
+
+        return tell
 
 
 def _newest(tiers: NodeTiers, run_id: str, note: DurableNote) -> tuple[MemorySnapshot | None, bool]:
@@ -156,11 +164,3 @@ def _newest(tiers: NodeTiers, run_id: str, note: DurableNote) -> tuple[MemorySna
     newest = max(found, key=lambda snapshot: snapshot.global_step, default=None)
     durable_step = note.read(run_id)
     return newest, newest is not None and durable_step is not None and newest.global_step <= durable_step
-
-
-def _give_back(tiers: NodeTiers) -> None:
-    for tier in tiers.held:
-        try:
-            tier.clean(timeout_s=CLEAN_TIMEOUT_S)
-        except (OSError, ElasticTrainError):
-            continue  # it is durable: whoever comes next finds the rest, and cleans it
