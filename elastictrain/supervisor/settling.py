@@ -99,12 +99,15 @@ class Settling:
         if run_dir is None or not may_wait():
             return None
         try:
-            return await self._settle(RunSpec.read(run_dir), may_wait)
+            spec = RunSpec.read(run_dir)
         except (OSError, ValueError, KeyError, TypeError):
-            return None  # there is no spec: it never came so far that a rank could have begun
-        except ElasticTrainError as error:
+            return None  # it never came so far that a rank could have begun
+        try:
+            return await self._settle(spec, may_wait)
+        except (OSError, ElasticTrainError) as error:
+            why = error.what if isinstance(error, ElasticTrainError) else str(error)
             where = self._config.checkpoint.memory_path
-            self._emit("snapshot_not_durable", at_step=None, kept_in=where, last_error=error.what)
+            self._emit("snapshot_not_durable", at_step=None, kept_in=where, last_error=why)
             return None
 
     async def _settle(self, spec: RunSpec, may_wait: Callable[[], bool]) -> Settled | None:
