@@ -170,7 +170,7 @@ def check_row(fault: Fault, row: dict[str, Any], document: dict[str, Any]) -> No
             assert_exact(row)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_where_every_process_is_started_anew(tmp_path):
     """It takes longer, and loses nothing either."""
     drilled = drill(tmp_path, "kill-agent", options=("--set", "elastic.fast_restart=false"))
@@ -221,7 +221,7 @@ SOAK_SEED = 3
 @pytest.mark.longest
 @pytest.mark.parametrize(
     ("for_s", "has_all"),
-    [pytest.param(60, False, marks=pytest.mark.long), pytest.param(180, True, marks=pytest.mark.soak)],
+    [pytest.param(30, False, marks=pytest.mark.long), pytest.param(180, True, marks=pytest.mark.soak)],
 )
 @pytest.mark.timeout(1200)
 def test_a_soak(tmp_path, for_s, has_all):

@@ -23,6 +23,7 @@ from tests.drill.drills import (
 from tests.process.helpers import run_cli, write_task
 
 
+@pytest.mark.soak
 def test_a_poisoned_job_keeps_the_step_before(tmp_path):
     drilled = drill(tmp_path, "poison-sample")
     row = drilled.rows["poison-sample"]
@@ -70,7 +71,7 @@ def test_what_a_halted_job_keeps_is_judged_bit_by_bit(tmp_path):
     assert_nothing_left(tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small file system")
 def test_the_folder_of_a_failed_disk_full_is_kept_with_all_that_was_in_its_small_store(tmp_path):
     """A task with another loss in the run with the fault: that drill cannot hold."""

@@ -23,7 +23,8 @@ from tests.process.helpers import run_cli, start_cli, wait_until
 EVERY = [fault.name for fault in TABLE if fault.is_live]
 
 
-@pytest.mark.parametrize("names", [["kill-rank"], pytest.param(EVERY, marks=pytest.mark.soak)], ids=["one", "every"])
+@pytest.mark.soak
+@pytest.mark.parametrize("names", [["kill-rank"], EVERY], ids=["one", "every"])
 def test_a_running_job_survives(tmp_path, names):
     job = tiny_job(
         tmp_path,

@@ -21,7 +21,7 @@ def test_the_one_of_snapshots_runs(tmp_path: Path) -> None:
         assert figure in done.stdout
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_those_of_the_loop_run() -> None:
     command = [
         sys.executable,

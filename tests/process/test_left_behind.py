@@ -130,7 +130,7 @@ def test_the_agent_is_killed(tmp_path: Path) -> None:
     assert_same_future(run, cut, whole, tmp_path / "whole")
 
 
-@pytest.mark.parametrize("place", ["item", "backward"])
+@pytest.mark.parametrize("place", [pytest.param("item", marks=pytest.mark.soak), "backward"])
 def test_the_agent_is_killed_while_a_rank_hangs(tmp_path: Path, place: str) -> None:
     """One rank sleeps for ever, the other waits for it in a collective: a signal wakes the one, its end the other."""
     number = 9 if place == "item" else 3

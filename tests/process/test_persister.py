@@ -8,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -365,7 +364,8 @@ def test_one_that_cannot_be_started_holds_up_nobody(tier, make_persister, monkey
         persister.submit(first)
         persister.submit(second)
         persister.close(finish=True, timeout_s=10 * DEADLINE_S)
-    assert not any(thread.name == "persister" for thread in threading.enumerate())
+    assert persister._thread is not None
+    assert not persister._thread.is_alive()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -263,8 +263,8 @@ def test_a_hang_before_the_first_step(tmp_path: Path, undisturbed: str) -> None:
     assert "rank 1 hung: it stands still in init" in ran.causes[0]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("fast", [True, False])
 def test_a_hang_before_the_first_heartbeat(tmp_path: Path, undisturbed: str, fast: bool) -> None:
     """Rank 1 does not even get as far as our code; or, where ranks are forked, their launcher does not."""
     struck = "'elastictrain.training.launcher' in sys.orig_argv" if fast else "os.environ.get('RANK') == '1'"
