@@ -25,6 +25,7 @@ from tests.drill.drills import (
 from tests.process.helpers import run_cli, start_cli, wait_until, write_task
 
 
+@pytest.mark.long
 def test_a_killed_rank(tmp_path):
     drilled = drill(tmp_path, "kill-rank")
     row = drilled.rows["kill-rank"]

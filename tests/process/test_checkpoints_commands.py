@@ -440,6 +440,7 @@ def test_verify_looks_again_where_all_that_was_listed_is_gone(state_dir, tier, m
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command_name", ["verify", pytest.param("list", marks=pytest.mark.soak)])
 def test_no_snapshot_of_a_running_job_is_called_damaged(tmp_path, command_name):
     """It takes one after every step, and keeps but the newest: most of what is listed is gone a moment later."""

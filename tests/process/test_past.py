@@ -22,6 +22,7 @@ from tests.process.test_supervisor import RUN_DEADLINE_S, events, write_faulty
 POISONED = 5
 
 
+@pytest.mark.long
 def test_a_step_that_kills_the_supervisor_halts_the_job(tmp_path: Path) -> None:
     """Whoever starts it again and again, as systemd does, is told in the end; and a person may try once more."""
     state = tmp_path / "state"

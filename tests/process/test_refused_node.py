@@ -17,6 +17,7 @@ ENOUGH = 10
 CODE = "from tests.drill.paced import Task\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("steps", "code", "what"),
     [

@@ -147,6 +147,7 @@ def test_two_ranks_with_batchnorm(tmp_path: Path, kind: str) -> None:
     assert_same_future(run, cut, whole, tmp_path / "whole")
 
 
+@pytest.mark.long
 def test_a_compiled_model(tmp_path: Path) -> None:
     options: dict[str, Any] = {"model": {"compile": True, "compile_backend": "aot_eager", "ema_decay": 0.9}}
     whole = go(tmp_path / "whole", **options)

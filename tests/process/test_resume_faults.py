@@ -82,6 +82,7 @@ def sweep(folder: Path, whole: Trained, kills: list[dict[str, str]], num_steps: 
 BARE: dict[str, Any] = {"expect_success": False}
 
 
+@pytest.mark.long
 def test_killed_at_every_point_of_the_write_path(tmp_path: Path) -> None:
     """Each start is killed in its first or third snapshot: 16 kills."""
     kills = [{ENV_FAULT: f"{point}:{number}:kill"} for point in MEMORY_POINTS for number in (1, 3)]

@@ -109,6 +109,7 @@ def check_restored(run: Trained, promised: int, where: str) -> None:
     assert run.events("snapshot_passed_over") == [], where
 
 
+@pytest.mark.long
 def test_cut_off_at_every_point_of_a_folder(tmp_path: Path) -> None:
     """12 kills."""
     sweep(tmp_path, [f"{point}:1" for point in IN_FOLDERS], is_object_store=False, num_steps=60)

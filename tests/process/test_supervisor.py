@@ -131,6 +131,7 @@ def check_recovered(ran: Ran, undisturbed: str, num_failures: int) -> None:
 # ---- crashes and hangs in training
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_one_thing_after_another(tmp_path: Path, undisturbed: str, fast: bool) -> None:
     """A rank is killed, one is stopped, one sleeps, one holds the interpreter lock: blamed one by one, and got over,
