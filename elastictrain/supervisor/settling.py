@@ -120,7 +120,7 @@ class Settling:
         newest, durable = await asyncio.to_thread(_newest, tiers, spec.run_id, DurableNote(state_dir))
         if newest is None:
             return None
-        if not durable:  # by the persister of the last worker group, which goes on after its end
+        if not durable:  # the persister of the last worker group goes on after its end, and may have done it
             fence = Fence(spec.run_id, spec.incarnation, spec.group.attempt) if self._config.elastic.has_peers else None
             settings = PersisterSettings.of_job(config, state_dir, fence)
             if is_own_memory(settings):

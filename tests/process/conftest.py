@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from elastictrain.checkpoint.memory_tier import MemoryTier
+from tests.process.snapshot_payload import tier_of
+
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
@@ -64,3 +67,12 @@ def mortal_disk(tmp_path: Path) -> Iterator[DeadDisk]:
     finally:
         disk.come_back()
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[MemoryTier]:
+    """The memory tier of a job, in a folder of the test's own."""
+    (tmp_path / "shm").mkdir()
+    made = tier_of(tmp_path)
+    yield made
+    made.close()

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from elastictrain.checkpoint.catalog import SnapshotReader, first_sound, newest_first, open_candidate
 from elastictrain.checkpoint.format import TensorSpec, layout
 from elastictrain.checkpoint.local_store import LocalStore
-from elastictrain.checkpoint.memory_snapshot import MemorySnapshot
+from elastictrain.checkpoint.memory_snapshot import MemorySnapshot, OpenSnapshot
 from elastictrain.checkpoint.memory_tier import Declined, MemoryTier
 from elastictrain.checkpoint.persist_loop import PersisterSettings
 from elastictrain.checkpoint.persister_client import Persister
 from elastictrain.checkpoint.slot_writer import SlotWriter
-from elastictrain.checkpoint.store import open_store
+from elastictrain.checkpoint.store import Store, open_store
 
 RUN_ID = "0badcafe"
 JOB = "job"
@@ -77,6 +79,24 @@ def assert_holds(reader: SnapshotReader, size: int = 1000) -> None:
         for name, array in named.items():
             begin, end = found.offsets[name]
             assert bytes(reader.read(file, begin, end)) == array.tobytes(), (step, file, name)
+
+
+def put(store: Store, tier: MemoryTier, step: int, size: int = 1000) -> str:
+    """Writes a snapshot into the memory tier, and from there into a store; returns its name."""
+    snapshot = write(tier, step, size)
+    with OpenSnapshot(snapshot.path, snapshot.name) as source:
+        store.put(source)
+    return snapshot.name
+
+
+def stored_steps(url: str, options: Mapping[str, Any], scratch: Path) -> list[int]:
+    """Steps of the snapshots in a store, newest first, each of which was read and holds what was written."""
+    steps = []
+    for candidate in newest_first(None, open_store(url, options)):
+        with open_candidate(candidate, scratch) as reader:
+            assert_holds(reader)
+        steps.append(candidate.global_step)
+    return steps
 
 
 def tier_of(folder: Path) -> MemoryTier:

@@ -27,14 +27,6 @@ from tests.process.snapshot_payload import assert_holds, fill, layouts, tier_of,
 COMMIT_POINTS = ("memory.filled", "memory.hashed", "memory.trainer", "memory.manifest")
 
 
-@pytest.fixture
-def tier(tmp_path):
-    (tmp_path / "shm").mkdir()
-    made = tier_of(tmp_path)
-    yield made
-    made.close()
-
-
 def test_nothing_is_made_by_looking(tier, tmp_path):
     assert tier.snapshots() == []
     assert tier.damaged() == []

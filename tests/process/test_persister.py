@@ -26,17 +26,9 @@ from elastictrain.checkpoint.persist_loop import PersisterSettings, PersistLoop,
 from elastictrain.checkpoint.persister_client import Persister
 from elastictrain.checkpoint.store import open_store
 from elastictrain.testing import faulty_fs
-from tests.process.snapshot_payload import RUN_ID, assert_holds, store_of, tier_of, write
+from tests.process.snapshot_payload import RUN_ID, assert_holds, store_of, write
 
 DEADLINE_S = 30.0
-
-
-@pytest.fixture
-def tier(tmp_path):
-    (tmp_path / "shm").mkdir()
-    made = tier_of(tmp_path)
-    yield made
-    made.close()
 
 
 @pytest.fixture

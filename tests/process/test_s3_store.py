@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 
 from elastictrain.checkpoint import object_store
-from elastictrain.checkpoint.catalog import newest_first, open_candidate
 from elastictrain.checkpoint.format import snapshot_name
-from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
 from elastictrain.checkpoint.memory_tier import Declined
 from elastictrain.checkpoint.pending_uploads import pending_uploads
 from elastictrain.checkpoint.persist_loop import PersisterSettings, PersistLoop, Report
@@ -27,7 +25,7 @@ from elastictrain.cli.state_dir import StartOptions
 from elastictrain.errors import StorageError
 from tests.process.helpers import read_metrics, wait_until
 from tests.process.resume_helpers import assert_same_trace, go, kept, nothing_left
-from tests.process.snapshot_payload import RUN_ID, assert_holds, layouts, tier_of, write
+from tests.process.snapshot_payload import RUN_ID, layouts, put, stored_steps, write
 
 pytest.importorskip("s3fs")
 with warnings.catch_warnings():
@@ -79,23 +77,6 @@ def url(s3):
     return f"s3://{bucket}/some/prefix"
 
 
-@pytest.fixture
-def tier(tmp_path):
-    (tmp_path / "shm").mkdir()
-    made = tier_of(tmp_path)
-    yield made
-    made.close()
-
-
-def stored_steps(s3: S3, url: str, tmp_path) -> list[int]:
-    steps = []
-    for candidate in newest_first(None, open_store(url, s3.options)):
-        with open_candidate(candidate, tmp_path) as reader:
-            assert_holds(reader)
-        steps.append(candidate.global_step)
-    return steps
-
-
 def test_snapshots_in_s3(s3, url, tier, tmp_path):
     reports: list[Report] = []
     settings = PersisterSettings(url=url, storage_options=s3.options, keep_last=2)
@@ -104,7 +85,7 @@ def test_snapshots_in_s3(s3, url, tier, tmp_path):
         persister.submit(write(tier, step))
         assert persister.wait(step, DEADLINE_S), persister.status
     persister.close(finish=True)
-    assert stored_steps(s3, url, tmp_path) == [3, 2]
+    assert stored_steps(url, s3.options, tmp_path) == [3, 2]
     store = open_store(url, s3.options)
     store.pin("0badcafe", 2, "x")
     assert list(store.pins()) == [("0badcafe", 2)]
@@ -115,13 +96,6 @@ def test_snapshots_in_s3(s3, url, tier, tmp_path):
     store._fs.pipe_file(store._path(name, "model.safetensors"), b"short")
     assert [d.file for d in store.verify(name)] == ["model.safetensors"]
     assert SECRET not in str(reports)
-
-
-def put(store, tier, step: int) -> str:
-    snapshot = write(tier, step)
-    with OpenSnapshot(snapshot.path, snapshot.name) as source:
-        store.put(source)
-    return snapshot.name
 
 
 def begin_upload(store, path: str) -> str:
@@ -169,7 +143,7 @@ def test_what_was_uploaded_in_part_goes_once_its_run_has_gone_on(s3, url, tier, 
     monkeypatch.undo()
     assert pending(store) == sorted([living, *others])
     assert pending(beside) == [elsewhere]
-    assert stored_steps(s3, url, tmp_path) == [3]
+    assert stored_steps(url, s3.options, tmp_path) == [3]
 
 
 def test_what_happens_while_uploads_are_looked_for_costs_nothing_of_what_is_known(s3, url, tier, monkeypatch):
@@ -223,7 +197,7 @@ def test_a_store_that_does_not_let_us_ask_for_uploads_costs_a_warning(s3, url, t
     persister.close(finish=True)
     [failed] = [r for r in reports if r.kind == "tidying_failed"]
     assert "cut off: PermissionError: Access Denied" in failed.fields["error"]
-    assert stored_steps(s3, url, tmp_path) == [3]
+    assert stored_steps(url, s3.options, tmp_path) == [3]
 
 
 def outage(s3: S3, url: str, tier, tmp_path, seconds: float) -> None:
@@ -251,7 +225,7 @@ def outage(s3: S3, url: str, tier, tmp_path, seconds: float) -> None:
         s3.start()
     assert persister.wait(step - 1, DEADLINE_S), persister.status
     persister.close(finish=True)
-    assert stored_steps(s3, url, tmp_path)[0] == step - 1
+    assert stored_steps(url, s3.options, tmp_path)[0] == step - 1
     assert SECRET not in str(reports)
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from pathlib import Path
 
 import pytest
 
-from elastictrain.checkpoint.catalog import newest_first, open_candidate
 from elastictrain.checkpoint.fence import Fence
-from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
 from elastictrain.checkpoint.persist_loop import PersisterSettings, Report
 from elastictrain.checkpoint.persister_client import Persister
 from elastictrain.checkpoint.store import open_store
@@ -19,17 +16,9 @@ from elastictrain.testing import faulty_fs
 from tests.process.helpers import wait_until
 from tests.process.resume_helpers import go, kept, nothing_left
 from tests.process.sftp_server import NEEDS_SSHD, Sftp
-from tests.process.snapshot_payload import RUN_ID, assert_holds, tier_of, write
+from tests.process.snapshot_payload import RUN_ID, put, stored_steps, write
 
 DEADLINE_S = 60.0
-
-
-@pytest.fixture
-def tier(tmp_path):
-    (tmp_path / "shm").mkdir()
-    made = tier_of(tmp_path)
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -38,22 +27,6 @@ def sftp(tmp_path):
     server = Sftp(tmp_path / "sshd")
     yield server
     server.stop()
-
-
-def put(store, tier, step: int) -> str:
-    snapshot = write(tier, step)
-    with OpenSnapshot(snapshot.path, snapshot.name) as source:
-        store.put(source)
-    return snapshot.name
-
-
-def stored_steps(url: str, options: dict, tmp_path: Path) -> list[int]:
-    steps = []
-    for candidate in newest_first(None, open_store(url, options)):
-        with open_candidate(candidate, tmp_path) as reader:
-            assert_holds(reader)
-        steps.append(candidate.global_step)
-    return steps
 
 
 # ---- what cannot be known is not "no"

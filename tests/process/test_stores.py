@@ -30,18 +30,10 @@ from elastictrain.errors import ConfigError, FencedError, MissingInputError, Sna
 from elastictrain.procs import Identity
 from elastictrain.protocol import JobIdentity
 from elastictrain.testing import faulty_fs
-from tests.process.snapshot_payload import RUN_ID, assert_holds, layouts, store_of, tier_of, write
+from tests.process.snapshot_payload import RUN_ID, assert_holds, layouts, put, store_of, write
 
 DEADLINE_S = 60.0
 FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "trainer.json"]
-
-
-@pytest.fixture
-def tier(tmp_path):
-    (tmp_path / "shm").mkdir()
-    made = tier_of(tmp_path)
-    yield made
-    made.close()
 
 
 @pytest.fixture(params=["path", "file", "memory", "faulty"])
@@ -54,13 +46,6 @@ def store(request, tmp_path):
         "faulty": f"faulty://{unique}/deep",
     }[request.param]
     return open_store(url)
-
-
-def put(store, tier, step: int) -> str:
-    snapshot = write(tier, step)
-    with OpenSnapshot(snapshot.path, snapshot.name) as source:
-        store.put(source)
-    return snapshot.name
 
 
 def check(store, tmp_path: Path) -> list[int]:

@@ -18,7 +18,6 @@ import pytest
 
 from elastictrain.checkpoint.catalog import first_sound, newest_first, open_candidate
 from elastictrain.checkpoint.format import digest, snapshot_name
-from elastictrain.checkpoint.memory_snapshot import OpenSnapshot
 from elastictrain.checkpoint.memory_tier import MemoryTier
 from elastictrain.checkpoint.patience import patiently
 from elastictrain.checkpoint.store import Store, open_store
@@ -26,7 +25,7 @@ from elastictrain.checkpoint.stored_file import BLOCK_BYTES, StoredFile
 from elastictrain.cli import main as command_line
 from elastictrain.errors import SnapshotDamagedError, StateDirError, StorageError, UnreadableFileError
 from tests.process.conftest import DeadDisk
-from tests.process.snapshot_payload import RUN_ID, assert_holds, store_of, tier_of, write
+from tests.process.snapshot_payload import RUN_ID, assert_holds, put, store_of, tier_of
 
 NOBODY = 65534
 DEADLINE_S = 60.0
@@ -67,13 +66,6 @@ def test_a_memory_path_that_cannot_be_opened_is_named(tmp_path, unfit):
     with without_privileges(), pytest.raises(StateDirError, match=f"{unfit} cannot be opened") as raised:
         MemoryTier.for_job(path, job="job", state_dir=Path("/")).snapshots()
     assert "memory_path" in raised.value.hint
-
-
-def put(store, tier, step: int, size: int = 1000) -> str:
-    snapshot = write(tier, step, size)
-    with OpenSnapshot(snapshot.path, snapshot.name) as source:
-        store.put(source)
-    return snapshot.name
 
 
 @pytest.fixture
